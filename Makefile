@@ -1,0 +1,44 @@
+# Each target sets up .venv when it is missing or older than pyproject.toml, then is one `python -m` line.
+PYTHON ?= python3
+VENV := .venv
+RUN := $(VENV)/bin/python
+INSTALL = $(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: demo test test-all lint bench clean
+
+demo: $(VENV)/dev.stamp
+	$(RUN) -m examples.demo
+
+test: $(VENV)/dev.stamp
+	$(RUN) -m pytest
+
+test-all: $(VENV)/bench.stamp
+	$(RUN) -m pytest -m ""
+
+lint: $(VENV)/dev.stamp
+	$(RUN) -m ruff format --check .
+	$(RUN) -m ruff check .
+	$(RUN) -m basedpyright
+
+bench: $(VENV)/bench.stamp
+	$(RUN) -m benchmarks.gradients
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info demo .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+# torch comes first and by its exact version: a range would let pip take a build with gigabytes of CUDA.
+$(VENV)/torch.stamp: constraints.txt | $(VENV)/bin/python
+	$(INSTALL) torch==$$(sed -n 's/^torch==//p' constraints.txt)
+	touch $@
+
+$(VENV)/dev.stamp: pyproject.toml constraints.txt $(VENV)/torch.stamp
+	$(INSTALL) -e ".[dev]"
+	touch $@
+
+$(VENV)/bench.stamp: $(VENV)/dev.stamp
+	$(INSTALL) -e ".[bench]"
+	touch $@

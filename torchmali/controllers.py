@@ -1,0 +1,333 @@
+"""Who decides how long the next step is, and whether the last attempt counts.
+
+A controller is a value; `pace` makes the mutable thing that accompanies one solve.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchmali.solution import Incompatible, InvalidOption, NonFinite, StepLimit, StepUnderflow
+from torchmali.solvers.base import Attempt, Slope, Solver
+from torchmali.state import (
+    Leaves,
+    State,
+    Structure,
+    StructureMismatch,
+    Tensors,
+    Time,
+    combine,
+    first_non_finite,
+    number,
+)
+
+Norm = Callable[[Tensors], Tensor]
+
+
+def rms_norm(x: Tensors) -> Tensor:
+    """Root mean square over all elements of all leaves."""
+    n = sum(leaf.numel() for leaf in x)
+    norms = torch._foreach_norm(x)
+    total = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+    return total / math.sqrt(max(n, 1))
+
+
+class Start(NamedTuple):
+    """What a controller may look at when a solve begins."""
+
+    f: Slope
+    solver: Solver
+    t0: Time
+    t_end: Time
+    state: State
+    carry: Tensors | None
+    through_search: bool  # keep the choice of h in the graph
+
+
+class Pace(ABC):
+    """A controller at work in one solve."""
+
+    @abstractmethod
+    def next(self, t: Time, target: Time) -> Time:
+        """Where the next attempt from t should end: `target` itself, or a time before it."""
+
+    @abstractmethod
+    def accepts(self, t0: Time, t1: Time, before: State, attempt: Attempt) -> bool:
+        """Whether the attempt counts; decides the next step size. At most one host read."""
+
+
+class StepController(ABC):
+    adaptive: bool
+
+    @abstractmethod
+    def check(self, solver: Solver) -> None:
+        """Raise if this controller cannot drive this solver."""
+
+    @abstractmethod
+    def lands(self, solver: Solver) -> bool:
+        """Whether steps end on every output time (else outputs are read from interpolants, the last
+        one apart).
+        """
+
+    @abstractmethod
+    def bind(self, structure: Structure) -> StepController:
+        """This controller for a state of this structure."""
+
+    @abstractmethod
+    def pace(self, start: Start) -> Pace: ...
+
+
+@dataclass(frozen=True)
+class FixedStep(StepController):
+    """Steps of size h from each output time on; the last step before the next output time is
+    shortened to land.
+
+    FixedStep(math.inf) takes one step per output interval.
+    """
+
+    h: float
+    adaptive = False
+
+    def __post_init__(self):
+        if not self.h > 0:
+            raise InvalidOption(
+                f"FixedStep(h={self.h}): the step size must be positive (the sign comes from t)."
+            )
+
+    def check(self, solver: Solver) -> None:
+        pass
+
+    def lands(self, solver: Solver) -> bool:
+        return True
+
+    def bind(self, structure: Structure) -> FixedStep:
+        return self
+
+    def pace(self, start: Start) -> Pace:
+        return _FixedPace(self.h)
+
+
+class _FixedPace(Pace):
+    def __init__(self, size: float):
+        self.size = size
+        self.target: Time | None = None
+
+    def next(self, t: Time, target: Time) -> Time:
+        if target is not self.target:
+            span = number(target - t)
+            self.target, self.start, self.i = target, t, 0
+            self.n = max(1, math.ceil(abs(span) / self.size - 1e-9))
+            self.h = math.copysign(self.size, span)
+        self.i += 1
+        return target if self.i == self.n else self.start + self.i * self.h
+
+    def accepts(self, t0: Time, t1: Time, before: State, attempt: Attempt) -> bool:
+        return True
+
+
+@dataclass(frozen=True)
+class AdaptiveStep(StepController):
+    """Steps as long as norm(error / (atol + rtol max(|z|, |z'|))) <= 1 allows; every step is
+    checked.
+
+    rtol, atol: numbers, or trees of numbers of y0's structure; a leaf with an infinite one is not
+    controlled. h0: size of the first step (None: Hairer's rule, one evaluation more). norm: from
+    the scaled error's leaves to a 0-d tensor. min_factor, max_factor: limits of the change of h
+    from one attempt to the next. max_steps: attempts in one solve. land: end steps on output times
+    although the solver has an interpolant.
+    """
+
+    rtol: Any = 1e-3
+    atol: Any = 1e-4
+    h0: float | None = None
+    norm: Norm = rms_norm
+    safety: float = 0.9
+    min_factor: float = 0.2
+    max_factor: float = 10.0
+    h_min: float = 0.0
+    h_max: float = math.inf
+    max_steps: int = 10_000
+    land: bool = False
+    adaptive = True
+
+    def __post_init__(self):
+        for name in ("rtol", "atol"):
+            value = getattr(self, name)
+            if isinstance(value, (int, float)) and not value >= 0:
+                raise InvalidOption(
+                    f"AdaptiveStep({name}={value}): tolerances must not be negative."
+                )
+        if self.rtol == 0 and self.atol == 0:
+            raise InvalidOption(
+                "AdaptiveStep(rtol=0, atol=0): no step is ever accurate enough; give one of them."
+            )
+        if self.h0 is not None and not self.h0 > 0:
+            raise InvalidOption(
+                f"AdaptiveStep(h0={self.h0}): the first step must be positive (the sign comes "
+                "from t)."
+            )
+        if not 0 < self.safety < 1:
+            raise InvalidOption(f"AdaptiveStep(safety={self.safety}): must lie in (0, 1).")
+        if not 0 < self.min_factor < 1 < self.max_factor:
+            raise InvalidOption(
+                f"AdaptiveStep(min_factor={self.min_factor}, max_factor={self.max_factor}): "
+                "need 0 < min_factor < 1 < max_factor."
+            )
+        if not 0 <= self.h_min < self.h_max:
+            raise InvalidOption(
+                f"AdaptiveStep(h_min={self.h_min}, h_max={self.h_max}): need 0 <= h_min < h_max."
+            )
+        if self.max_steps < 1:
+            raise InvalidOption(
+                f"AdaptiveStep(max_steps={self.max_steps}): need at least one step."
+            )
+
+    def check(self, solver: Solver) -> None:
+        if solver.error_order is None:
+            name = type(solver).__name__
+            raise Incompatible(
+                f"AdaptiveStep needs a solver with an error estimate, but {name} has none. Use "
+                "controller=FixedStep(h), or solver=HeunEuler(), Bosh3(), Dopri5(), Tsit5(), "
+                "Dopri8() or ALF()."
+            )
+
+    def lands(self, solver: Solver) -> bool:
+        return self.land or not solver.interpolates
+
+    def bind(self, structure: Structure) -> AdaptiveStep:
+        return replace(self, **{name: self._per_leaf(name, structure) for name in ("rtol", "atol")})
+
+    def _per_leaf(self, name: str, structure: Structure) -> tuple[float, ...]:
+        value = getattr(self, name)
+        if isinstance(value, (int, float)):
+            return (float(value),) * structure.n_leaves
+        try:
+            return tuple(float(x) for x in structure.flatten(value))
+        except StructureMismatch as mismatch:
+            raise InvalidOption(
+                f"AdaptiveStep({name}=...) must be a number or have one number for each leaf of "
+                f"y0; found {mismatch}."
+            ) from None
+
+    def pace(self, start: Start) -> Pace:
+        return _AdaptivePace(self, start)
+
+
+class _AdaptivePace(Pace):
+    def __init__(self, controller: AdaptiveStep, start: Start):
+        assert start.solver.error_order is not None
+        self.controller, self.q = controller, start.solver.error_order
+        self.t_end, self.through_search = start.t_end, start.through_search
+        self.controlled = [
+            i
+            for i, (r, a) in enumerate(zip(controller.rtol, controller.atol, strict=True))
+            if math.isfinite(r) and math.isfinite(a)
+        ]
+        self.rtol = [controller.rtol[i] for i in self.controlled]
+        self.atol = [controller.atol[i] for i in self.controlled]
+        self.n_attempts = self.n_rejected = 0
+        self.just_rejected = False
+        size = controller.h0 or self._first_step(start)
+        self.h: Time = math.copysign(min(size, controller.h_max), number(start.t_end - start.t0))
+
+    def _scaled(self, x: Leaves, z0: Tensors, z1: Tensors) -> Tensor:
+        """norm(x / (atol + rtol max(|z0|, |z1|))) over the controlled leaves."""
+        if len(self.controlled) < len(x):
+            x, z0, z1 = (tuple(leaves[i] for i in self.controlled) for leaves in (x, z0, z1))
+        if not x:
+            return torch.zeros(())
+        scale = torch._foreach_maximum(torch._foreach_abs(z0), torch._foreach_abs(z1))
+        scale = torch._foreach_add(torch._foreach_mul(scale, self.rtol), self.atol)
+        return self.controller.norm(tuple(torch._foreach_div(x, scale)))
+
+    @torch.no_grad()
+    def _first_step(self, start: Start) -> float:
+        """Hairer, Norsett, Wanner (1993), II.4: a step whose error estimate should be about 1 % of
+        the tolerance.
+        """
+        span, z0 = number(start.t_end - start.t0), start.state.point
+        f0 = start.solver.slope(start.state, start.carry)
+        d0, d1 = torch.stack([self._scaled(z0, z0, z0), self._scaled(f0, z0, z0)]).tolist()
+        size = 0.01 * d0 / d1 if d0 > 1e-5 and 1e-5 < d1 < math.inf else 1e-6
+        size = min(size, abs(span))
+        h = math.copysign(size, span)
+        f1 = start.f(start.t0 + h, combine(z0, (h,), (f0,)))
+        d2 = float(self._scaled(torch._foreach_sub(f1, f0), z0, z0)) / size
+        steepest = max(d1, d2)
+        if not steepest > 1e-15:
+            return min(abs(span), max(1e-6, 1e-3 * size))
+        return min(100 * size, (0.01 / steepest) ** (1 / self.q), abs(span))
+
+    def next(self, t: Time, target: Time) -> Time:
+        # The 1 % keeps a step from leaving a sliver behind.
+        return target if abs(target - t) <= 1.01 * abs(self.h) else t + self.h
+
+    def accepts(self, t0: Time, t1: Time, before: State, attempt: Attempt) -> bool:
+        controller = self.controller
+        h = t1 - t0 if self.through_search else number(t1 - t0)
+        assert attempt.error is not None
+        with torch.set_grad_enabled(self.through_search):
+            ratio = self._scaled(attempt.error, before.point, attempt.state.point)
+        value = ratio.item()
+        r = ratio.to("cpu", torch.float64) if self.through_search else value
+        accepted = value <= 1  # false for nan
+        self.n_attempts += 1
+        if value == 0:
+            factor = controller.max_factor
+        elif math.isfinite(value):
+            factor = min(
+                controller.max_factor,
+                max(controller.min_factor, controller.safety * r ** (-1 / self.q)),
+            )
+        else:
+            factor = controller.min_factor
+        if accepted:
+            if self.just_rejected:
+                factor = min(1.0, factor)
+            # A step cut short to land on an output says little about the next h: keep the longer.
+            self.h = max(h * factor, self.h, key=abs) if abs(h) < abs(self.h) else h * factor
+        else:
+            self.n_rejected += 1
+            self.h = h * factor
+        self.just_rejected = not accepted
+        if abs(self.h) > controller.h_max:
+            self.h = math.copysign(controller.h_max, self.h)
+        if not accepted:
+            self._check_size(number(t0), number(h), attempt, value)
+        if self.n_attempts >= controller.max_steps and not (accepted and t1 is self.t_end):
+            raise StepLimit(
+                f"{self.n_attempts} steps reached t = {number(t1 if accepted else t0):.6g} of "
+                f"{number(self.t_end):.6g} (h = {abs(number(self.h)):.3g}, "
+                f"{self.n_rejected / self.n_attempts:.0%} rejected). The problem may be stiff, or "
+                "contract too much for undamped ALF; loosen rtol/atol, try another solver, or "
+                "raise AdaptiveStep(max_steps=...)."
+            )
+        return accepted
+
+    def _check_size(self, t: float, h: float, attempt: Attempt, ratio: float) -> None:
+        smallest = max(self.controller.h_min, 10 * math.ulp(t))
+        if abs(self.h) >= smallest:
+            return
+        if not math.isfinite(ratio):
+            assert attempt.error is not None
+            leaf = first_non_finite((*attempt.error, *attempt.state.point))
+            where = "" if leaf is None else f" in leaf {leaf % len(attempt.state.point)}"
+            raise NonFinite(
+                f"The step from t = {t:.6g} gives non-finite values{where} even with h = "
+                f"{abs(h):.3g}. f is not finite there, or the solution grows without bound before "
+                "the end time."
+            )
+        raise StepUnderflow(
+            f"At t = {t:.6g} the tolerance asks for steps below {smallest:.3g} (h = "
+            f"{abs(number(self.h)):.3g}, error {ratio:.3g} x tolerance, "
+            f"{self.n_rejected / self.n_attempts:.0%} of {self.n_attempts} attempts rejected). "
+            "Loosen rtol/atol (float32 cannot meet rtol below 1e-5), use a float64 state, or "
+            "look for a jump in f at this time."
+        )

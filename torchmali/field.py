@@ -1,0 +1,226 @@
+"""The user's f as solvers and gradients need it: on leaves, checked, counted, differentiable."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import types
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchmali.solution import InvalidField, SolverWarning
+from torchmali.solvers.base import Pull
+from torchmali.state import Structure, StructureMismatch, Tensors, Time
+
+
+class Field:
+    """f(t, y, *args) on the leaves of y.
+
+    t reaches f as a 0-d tensor. y is lent to f for the call: it may be overwritten afterwards, so
+    an f that wants to keep it has to clone it. `theta` holds what f depends on beside t and y: the
+    tensors among args that require a gradient, then the parameters.
+    """
+
+    def __init__(
+        self,
+        func: Callable,
+        z0: Tensors,
+        structure: Structure,
+        args: tuple,
+        params: Iterable[Tensor] | None,
+    ):
+        self.func, self.structure = func, structure
+        self.args_structure = Structure.of(args)
+        self.arg_leaves = self.args_structure.flatten(args)
+        self.slots = [
+            i for i, x in enumerate(self.arg_leaves) if isinstance(x, Tensor) and x.requires_grad
+        ]
+        in_args = [self.arg_leaves[i] for i in self.slots]
+        found = find_parameters((func, args)) if params is None else params
+        known = {id(x) for x in in_args}
+        self.args: tuple = args
+        self.theta = in_args + [p for p in found if p.requires_grad and id(p) not in known]
+        self.shapes = [z.shape for z in z0]
+        self.dtypes = [z.dtype for z in z0]
+        self.device = z0[0].device
+        self.t_dtype = torch.float64 if torch.float64 in self.dtypes else torch.float32
+        self.zero = torch.zeros((), dtype=self.t_dtype, device=self.device)
+        self.wants_t = False
+        self.looks_for_leaves = (
+            False  # at the next evaluation, warn of leaves that would get no gradient
+        )
+        self.n_evals = self.n_vjps = 0
+
+    def without_theta(self) -> Field:
+        """A copy that holds no tensor of theta, to be kept until the backward pass."""
+        field = copy.copy(self)
+        leaves = list(self.arg_leaves)
+        for i in self.slots:
+            leaves[i] = None
+        field.arg_leaves, field.args, field.theta = tuple(leaves), (), []
+        return field
+
+    def with_theta(self, theta: Sequence[Tensor], wants_t: bool) -> Field:
+        """A copy for one backward pass: theta as saved (args detached), counters at zero."""
+        field = copy.copy(self)
+        leaves = list(self.arg_leaves)
+        for i, x in zip(self.slots, theta, strict=False):
+            leaves[i] = x.detach().requires_grad_()
+        field.arg_leaves, field.args = tuple(leaves), self.args_structure.rebuild(leaves)
+        field.theta = [leaves[i] for i in self.slots] + list(theta[len(self.slots) :])
+        field.wants_t, field.looks_for_leaves = wants_t, False
+        field.n_evals = field.n_vjps = 0
+        return field
+
+    def time(self, t: Time) -> Tensor:
+        if isinstance(t, Tensor):
+            return t.to(self.device, self.t_dtype)
+        return self.zero.new_full(
+            (), t
+        )  # a third of the cost of torch.full, and no host-device wait either
+
+    def __call__(self, t: Time, z: Tensors) -> Tensors:
+        if self.looks_for_leaves:
+            return self._evaluate_and_look_for_leaves(t, z)
+        self.n_evals += 1
+        if self.structure.kind is None:
+            u = (self.func(self.time(t), z[0], *self.args),)
+        else:
+            u = self._leaves(self.func(self.time(t), self.structure.rebuild(z), *self.args))
+        for i, leaf in enumerate(u):
+            if (
+                not isinstance(leaf, Tensor)
+                or leaf.shape != self.shapes[i]
+                or leaf.dtype != self.dtypes[i]
+            ):
+                self._complain(i, leaf)
+        return u
+
+    def _leaves(self, u: Any) -> Tensors:
+        try:
+            return self.structure.flatten(u)
+        except StructureMismatch as mismatch:
+            raise InvalidField(
+                "f must return a slope for each leaf of y, in y's structure; it returned "
+                f"{mismatch}."
+            ) from None
+
+    def _complain(self, i: int, leaf: Any) -> None:
+        of = f" for leaf {i}" if len(self.shapes) > 1 else ""
+        if not isinstance(leaf, Tensor):
+            raise InvalidField(f"f must return tensors; it returned a {type(leaf).__name__}{of}.")
+        raise InvalidField(
+            f"f must return dy/dt with y's shape and dtype{of}: y has shape "
+            f"{tuple(self.shapes[i])}, {self.dtypes[i]}; f returned {tuple(leaf.shape)}, "
+            f"{leaf.dtype}. (A different shape would be broadcast, a different dtype would change "
+            "the precision of the state: reshape or cast inside f.)"
+        )
+
+    def _evaluate_and_look_for_leaves(self, t: Time, z: Tensors) -> Tensors:
+        self.looks_for_leaves = False
+        with torch.enable_grad():
+            u = self(t, tuple(x.detach() for x in z))
+        for leaf in forgotten_leaves(u, self.theta):
+            warnings.warn(
+                f"f depends on a tensor of shape {tuple(leaf.shape)} that requires a gradient but "
+                "would get none: it is not among the parameters found in f. Pass it through "
+                "args=(...), or list it in params=[...].",
+                SolverWarning,
+                stacklevel=2,
+            )
+        return tuple(x.detach() for x in u)
+
+    def linearize(self, t: Time, z: Tensors, a: Sequence[Tensor]) -> tuple[Tensors, Pull]:
+        """u = f(t, z) and a^T df, from one evaluation. Grad mode must be on."""
+        z = tuple([x.detach().requires_grad_() for x in z])
+        inputs = [*z, *self.theta]
+        t = self.time(t)
+        if self.wants_t:
+            inputs.append(t.requires_grad_())
+        u = self(t, z)
+        g = self.vjp(u, inputs, a)
+        return tuple([x.detach() for x in u]), Pull(g.pop() if self.wants_t else None, g)
+
+    def vjp(
+        self,
+        outputs: Sequence[Tensor],
+        inputs: Sequence[Tensor],
+        a: Sequence[Tensor | None],
+        n_evals: int = 1,
+    ) -> list[Tensor | None]:
+        """a^T d(outputs)/d(inputs), through n_evals evaluations; None: no dependence."""
+        self.n_vjps += n_evals
+        used = [i for i, x in enumerate(outputs) if x.requires_grad and a[i] is not None]
+        if not used:
+            return [None] * len(inputs)
+        ends, starts = [outputs[i] for i in used], [a[i] for i in used]
+        return list(torch.autograd.grad(ends, inputs, starts, allow_unused=True))
+
+
+def find_parameters(root: Any) -> list[Tensor]:
+    """The tensors requiring a gradient that f can be seen to hold.
+
+    Looks into modules, bound methods, partials, closures, globals that the code names, containers,
+    and the attributes of other callables and of objects whose methods are bound.
+    """
+    found: dict[int, Tensor] = {}
+    seen: set[int] = set()
+
+    def look(x: Any, deep: bool) -> None:
+        if id(x) in seen:
+            return
+        seen.add(id(x))
+        if isinstance(x, Tensor):
+            if x.requires_grad:
+                found[id(x)] = x
+        elif isinstance(x, nn.Module):
+            for p in x.parameters():
+                look(p, False)
+        elif isinstance(x, functools.partial):
+            for part in (x.func, *x.args, *x.keywords.values()):
+                look(part, deep)
+        elif isinstance(x, types.MethodType):
+            look(x.__self__, True)
+        elif isinstance(x, types.FunctionType):
+            for cell in x.__closure__ or ():
+                try:
+                    look(cell.cell_contents, deep)
+                except ValueError:  # a cell that is not filled yet
+                    continue
+            for name in x.__code__.co_names:
+                if name in x.__globals__ and isinstance(x.__globals__[name], (Tensor, nn.Module)):
+                    look(x.__globals__[name], False)
+        elif isinstance(x, (tuple, list)):
+            for part in x:
+                look(part, deep)
+        elif isinstance(x, dict):
+            for part in x.values():
+                look(part, deep)
+        elif deep and hasattr(x, "__dict__") and not isinstance(x, (type, types.ModuleType)):
+            for part in vars(x).values():
+                look(part, False)
+
+    look(root, True)
+    return list(found.values())
+
+
+def forgotten_leaves(u: Tensors, known: Sequence[Tensor]) -> list[Tensor]:
+    """Leaves in the graph of u that are not known and not behind something known."""
+    stop = {id(x) for x in known}
+    seen = {x.grad_fn for x in known if x.grad_fn is not None}
+    todo = [x.grad_fn for x in u if x.grad_fn is not None]
+    leaves = [x for x in u if x.requires_grad and x.grad_fn is None and id(x) not in stop]
+    while todo:
+        node = todo.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if variable is not None and id(variable) not in stop:
+            leaves.append(variable)
+        todo += [parent for parent, _ in node.next_functions if parent is not None]
+    return leaves

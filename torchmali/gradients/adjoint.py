@@ -1,0 +1,148 @@
+"""The continuous adjoint method: Eq. 2-3 of the paper, solved backwards in time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchmali.controllers import AdaptiveStep, Norm, StepController, rms_norm
+from torchmali.field import Field
+from torchmali.gradients.base import GradientMethod, Outputs, Problem, refuse_double_backward
+from torchmali.integrate import integrate
+from torchmali.solution import Stats
+from torchmali.solvers.base import Solver, accumulate
+from torchmali.state import Tensors, Time, dot
+
+
+@dataclass(frozen=True)
+class Adjoint(GradientMethod):
+    """Gradients from a second solve, of (z, a, dL/dtheta) backwards in time: constant memory, not
+    exact.
+
+    The backward trajectory parts from the forward one, and the gradient is that of the ODE up to
+    the tolerance of both solves, not that of the discretisation. solver, controller: those of the
+    backward solve (None: the forward ones). seminorm: leave dL/dtheta out of the error norm ("Hey,
+    that's not an ODE", Kidger et al. 2021): fewer steps.
+    """
+
+    solver: Solver | None = None
+    controller: StepController | None = None
+    seminorm: bool = False
+
+    def check(self, solver: Solver, controller: StepController) -> None:
+        super().check(solver, controller)
+        (self.controller or controller).check(self.solver or solver)
+
+    def solve(self, problem: Problem) -> Tensors:
+        if not problem.wants_gradient:
+            return _forward(problem)
+        return _Adjoint.apply(self, problem, *problem.inputs)  # type: ignore[return-value]
+
+    def backward_controller(self, forward: StepController, field: Field) -> StepController:
+        """The controller of the augmented state (z, a, dL/dtheta)."""
+        controller = forward if self.controller is None else self.controller.bind(field.structure)
+        if not isinstance(controller, AdaptiveStep):
+            return controller
+        n, m = field.structure.n_leaves, len(field.theta)
+        return replace(
+            controller,
+            rtol=(*controller.rtol, *controller.rtol, *[min(controller.rtol)] * m),
+            atol=(*controller.atol, *controller.atol, *[min(controller.atol)] * m),
+            norm=_augmented_norm(controller.norm, n, self.seminorm),
+            land=True,
+        )
+
+
+def _augmented_norm(norm: Norm, n: int, seminorm: bool) -> Norm:
+    def augmented_norm(x: Tensors) -> Tensor:
+        norms = [norm(x[:n]), norm(x[n : 2 * n])]
+        if not seminorm:
+            norms += [rms_norm((g,)) for g in x[2 * n :]]
+        return torch.stack(norms).max()
+
+    return augmented_norm
+
+
+def _forward(problem: Problem) -> Tensors:
+    outputs = Outputs(problem.z0, len(problem.times))
+    problem.field.n_evals = 0
+    integrate(
+        problem.field,
+        problem.z0,
+        problem.times,
+        problem.solver,
+        problem.controller,
+        outputs,
+        problem.stats,
+    )
+    problem.stats.n_evals_forward = problem.field.n_evals
+    return outputs.y
+
+
+class _Adjoint(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, method: Adjoint, problem: Problem, *inputs: Tensor | None) -> Tensors:
+        y = _forward(problem)
+        ctx.set_materialize_grads(False)
+        ctx.solver = method.solver or problem.solver
+        ctx.controller = method.backward_controller(problem.controller, problem.field)
+        ctx.times, ctx.stats, ctx.field = (
+            problem.times,
+            problem.stats,
+            problem.field.without_theta(),
+        )
+        ctx.n_theta = len(problem.field.theta)
+        ctx.save_for_backward(inputs[0], *inputs[1 + len(y) :], *y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grad_y: Tensor | None) -> tuple[Tensor | None, ...]:
+        refuse_double_backward("Adjoint")
+        t, *saved = ctx.saved_tensors
+        f: Field = ctx.field.with_theta(saved[: ctx.n_theta], wants_t=False)
+        y = saved[ctx.n_theta :]
+        n, times = len(y), ctx.times
+        a = [torch.zeros_like(leaf[0]) for leaf in y]
+        a_theta = tuple(torch.zeros_like(p) for p in f.theta)
+        a_t = [f.time(0.0)] * len(times)
+        for k in range(len(times) - 1, -1, -1):
+            z = tuple(leaf[k] for leaf in y)
+            if t is not None and k == 0:
+                a_t[0] = a_t[0] - dot(a, f(times[0], z))
+            g = [None if leaf is None else leaf[k] for leaf in grad_y]
+            accumulate(a, g)
+            if t is not None and k > 0:
+                pairs = [(x, u) for x, u in zip(g, f(times[k], z), strict=True) if x is not None]
+                a_t[k] = dot(*zip(*pairs, strict=True)) if pairs else a_t[k]
+            if k > 0:
+                start, segment = (*z, *a, *a_theta), (times[k], times[k - 1])
+                end, _ = integrate(
+                    _augmented(f), start, segment, ctx.solver, ctx.controller, _ignore, Stats()
+                )
+                a, a_theta = list(end.point[n : 2 * n]), end.point[2 * n :]
+        ctx.stats.n_evals_backward, ctx.stats.n_vjps = f.n_evals, f.n_vjps
+        return (None, None, None if t is None else torch.stack(a_t).to(t), *a, *a_theta)
+
+
+def _ignore(k: int, z: Tensors) -> None:
+    pass
+
+
+def _augmented(f: Field) -> Callable[[Time, Tensors], Tensors]:
+    """d/dt (z, a, dL/dtheta) = (f, -a df/dz, -a df/dtheta)"""
+    n = f.structure.n_leaves
+
+    def slope(t: Time, x: Tensors) -> Tensors:
+        with torch.enable_grad():
+            u, pull = f.linearize(t, x[:n], x[n : 2 * n])
+        grads = [
+            torch.zeros_like(like) if g is None else -g
+            for g, like in zip(pull.z_theta, x[n:], strict=True)
+        ]
+        return (*u, *grads)
+
+    return slope

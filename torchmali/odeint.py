@@ -1,0 +1,309 @@
+"""The two calls: `solve`, and `odeint` with the arguments of torchdiffeq on top of it."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchmali.controllers import AdaptiveStep, FixedStep, StepController
+from torchmali.field import Field
+from torchmali.gradients.aca import ACA
+from torchmali.gradients.adjoint import Adjoint
+from torchmali.gradients.base import GradientMethod, Problem
+from torchmali.gradients.mali import MALI
+from torchmali.gradients.naive import Naive
+from torchmali.solution import (
+    InvalidOption,
+    InvalidState,
+    InvalidTimes,
+    Solution,
+    SolverWarning,
+    Stats,
+    UnknownMethod,
+)
+from torchmali.solvers.base import Solver
+from torchmali.solvers.leapfrog import ALF
+from torchmali.solvers.runge_kutta import (
+    RK4,
+    Bosh3,
+    Dopri5,
+    Dopri8,
+    Euler,
+    Heun,
+    Heun3,
+    HeunEuler,
+    Midpoint,
+    RK4ThreeEighths,
+    Tsit5,
+)
+from torchmali.state import Structure, Tensors
+
+SOLVERS: dict[str, Solver] = {
+    "alf": ALF(),
+    "euler": Euler(),
+    "midpoint": Midpoint(),
+    "heun2": Heun(),
+    "heun3": Heun3(),
+    "rk4": RK4ThreeEighths(),
+    "rk4_classic": RK4(),
+    "adaptive_heun": HeunEuler(),
+    "bosh3": Bosh3(),
+    "dopri5": Dopri5(),
+    "tsit5": Tsit5(),
+    "dopri8": Dopri8(),
+}
+GRADIENTS: dict[str, GradientMethod] = {
+    "naive": Naive(),
+    "adjoint": Adjoint(),
+    "seminorm": Adjoint(seminorm=True),
+    "aca": ACA(),
+    "mali": MALI(),
+}
+
+
+def solve(
+    func: Callable,
+    y0: Any,
+    t: Tensor | Sequence[float],
+    *,
+    solver: Solver = ALF(),  # noqa: B008 (solvers, controllers and gradient methods are immutable values)
+    controller: StepController = AdaptiveStep(1e-3, 1e-4),  # noqa: B008
+    gradient: GradientMethod = MALI(),  # noqa: B008
+    args: tuple = (),
+    params: Iterable[Tensor] | None = None,
+) -> Solution:
+    """Solve dy/dt = func(t, y, *args) from y(t[0]) = y0 and return y at all times t,
+    differentiable.
+
+    y0: a tensor, or any nested tuple, list or dict of float32 or float64 tensors; func returns the
+    same structure. t: two or more times, increasing or decreasing. Gradients flow to y0, to the
+    tensors in args, to t, and to the parameters found in func (modules, bound methods, partials,
+    closures), or to those listed in `params`.
+    """
+    for name, value, base in (
+        ("solver", solver, Solver),
+        ("controller", controller, StepController),
+        ("gradient", gradient, GradientMethod),
+    ):
+        if not isinstance(value, base):
+            raise InvalidOption(
+                f"{name}={value!r} is not a {base.__name__}: give an object such as solver=ALF(), "
+                "controller=FixedStep(0.1), gradient=MALI(). (Names as strings are understood by "
+                "odeint.)"
+            )
+    gradient.check(solver, controller)
+    structure = Structure.of(y0)
+    z0 = _checked_state(structure.flatten(y0))
+    controller = controller.bind(structure)
+    _warn_of_tolerance(controller, z0)
+    t_out, times = _checked_times(t, z0)
+    if not isinstance(args, tuple):
+        raise InvalidOption(
+            "args must be a tuple of further arguments of f, as in args=(x,); got "
+            f"{type(args).__name__}."
+        )
+    field = Field(func, z0, structure, args, params)
+    problem = Problem(
+        field, z0, times, t_out if t_out.requires_grad else None, solver, controller, Stats()
+    )
+    field.looks_for_leaves = torch.is_grad_enabled() and not isinstance(gradient, Naive)
+    y = gradient.solve(problem)
+    return Solution(t_out, structure.rebuild(y), problem.stats)
+
+
+def _checked_state(z0: tuple) -> Tensors:
+    if not z0:
+        raise InvalidState("y0 has no leaves: give at least one tensor.")
+    for i, z in enumerate(z0):
+        of = f"leaf {i} of y0" if len(z0) > 1 else "y0"
+        if not isinstance(z, Tensor):
+            raise InvalidState(
+                f"{of} is a {type(z).__name__}: the state must be made of torch tensors."
+            )
+        if z.dtype in (torch.bfloat16, torch.float16):
+            raise InvalidState(
+                f"{of} has dtype {z.dtype}, which is too coarse for a state that sums many small "
+                "steps. Keep the state in float32 and let f compute in low precision inside, "
+                "with torch.autocast in f, cast back to float32."
+            )
+        if z.dtype not in (torch.float32, torch.float64):
+            raise InvalidState(
+                f"{of} has dtype {z.dtype}: the state must be float32 or float64. Use y0.float()."
+            )
+    return z0
+
+
+def _warn_of_tolerance(controller: StepController, z0: Tensors) -> None:
+    if not isinstance(controller, AdaptiveStep):
+        return
+    for rtol, z in zip(controller.rtol, z0, strict=True):
+        limit = 100 * torch.finfo(z.dtype).eps
+        if rtol < limit:
+            warnings.warn(
+                f"rtol = {rtol:g} is below 100 eps = {limit:.1e} of a {z.dtype} state: round-off "
+                "may be mistaken for error and the step size underflow. Use a larger rtol, or a "
+                "float64 state.",
+                SolverWarning,
+                stacklevel=3,
+            )
+            return
+
+
+def _checked_times(t: Any, z0: Tensors) -> tuple[Tensor, list[float]]:
+    if not isinstance(t, Tensor):
+        if any(isinstance(x, Tensor) for x in t):
+            t = torch.stack([torch.as_tensor(x) for x in t])
+        else:
+            # No float64 on a device without it; the solver's own times are Python floats anyway.
+            dtype = torch.float64 if any(z.dtype == torch.float64 for z in z0) else torch.float32
+            times = [float(x) for x in t]
+            t_out = torch.tensor(times, dtype=dtype, device=z0[0].device)
+            return t_out, _ordered(times)
+    if t.ndim != 1:
+        raise InvalidTimes(f"t must be one-dimensional; got shape {tuple(t.shape)}.")
+    return t, _ordered(t.detach().to("cpu", torch.float64).tolist())
+
+
+def _ordered(times: list[float]) -> list[float]:
+    if len(times) < 2:
+        raise InvalidTimes(f"t needs a start and at least one output time; got {len(times)}.")
+    if not all(map(math.isfinite, times)):
+        raise InvalidTimes(f"t must be finite; got {times}.")
+    for k, (a, b) in enumerate(zip(times, times[1:])):  # noqa: B905
+        if a == b:
+            raise InvalidTimes(
+                f"t repeats a time: t[{k}] = t[{k + 1}] = {a:g}. Give each output time once."
+            )
+        if (b > a) != (times[1] > times[0]):
+            raise InvalidTimes(
+                f"t must be increasing or decreasing throughout; t[{k}] = {a:g}, t[{k + 1}] = "
+                f"{b:g}. Sort it."
+            )
+    return times
+
+
+def odeint(
+    func: Callable,
+    y0: Any,
+    t: Tensor | Sequence[float],
+    *,
+    rtol: Any = 1e-7,
+    atol: Any = 1e-9,
+    method: str | Solver | None = None,
+    options: Mapping[str, Any] | None = None,
+    gradient: str | GradientMethod | None = None,
+    args: tuple = (),
+    params: Iterable[Tensor] | None = None,
+) -> Any:
+    """torchdiffeq's `odeint`, with `gradient` to choose how it is differentiated; returns y, time
+    first.
+
+    method: "dopri5" (default), "alf" (default with gradient="mali"), "tsit5", "dopri8", "bosh3",
+    "adaptive_heun", "euler", "midpoint", "heun2", "heun3", "rk4" (3/8 rule), "rk4_classic", or a
+    solver. gradient: "naive" (default), "aca", "mali", "adjoint", "seminorm", or a gradient method.
+    options: step_size, or first_step, safety, ifactor, dfactor, min_step, max_step, max_num_steps,
+    norm.
+    """
+    chosen = _named(gradient, GRADIENTS, GradientMethod, "gradient method", Naive())
+    solver = _named(
+        method, SOLVERS, Solver, "method", ALF() if isinstance(chosen, MALI) else Dopri5()
+    )
+    controller = _controller(solver, rtol, atol, options)
+    return solve(
+        func, y0, t, solver=solver, controller=controller, gradient=chosen, args=args, params=params
+    ).y
+
+
+def odeint_adjoint(
+    func: Callable,
+    y0: Any,
+    t: Tensor | Sequence[float],
+    *,
+    rtol: Any = 1e-7,
+    atol: Any = 1e-9,
+    method: str | Solver | None = None,
+    options: Mapping[str, Any] | None = None,
+    adjoint_rtol: Any = None,
+    adjoint_atol: Any = None,
+    adjoint_method: str | Solver | None = None,
+    adjoint_options: Mapping[str, Any] | None = None,
+    adjoint_params: Iterable[Tensor] | None = None,
+    args: tuple = (),
+) -> Any:
+    """torchdiffeq's `odeint_adjoint`: `odeint` with the continuous adjoint. adjoint_options may say
+    norm="seminorm".
+    """
+    backward = dict(options or {}) if adjoint_options is None else dict(adjoint_options)
+    seminorm = backward.get("norm") == "seminorm"
+    if seminorm or adjoint_options is None:
+        backward.pop("norm", None)
+    solver = _named(adjoint_method or method, SOLVERS, Solver, "method", Dopri5())
+    controller = _controller(
+        solver,
+        rtol if adjoint_rtol is None else adjoint_rtol,
+        atol if adjoint_atol is None else adjoint_atol,
+        backward,
+    )
+    return odeint(
+        func,
+        y0,
+        t,
+        rtol=rtol,
+        atol=atol,
+        method=method,
+        options=options,
+        gradient=Adjoint(solver, controller, seminorm),
+        args=args,
+        params=adjoint_params,
+    )
+
+
+def _named(value: Any, known: Mapping[str, Any], base: type, what: str, default: Any) -> Any:
+    if value is None:
+        return default
+    if isinstance(value, base):
+        return value
+    if value in known:
+        return known[value]
+    raise UnknownMethod(
+        f"Unknown {what} {value!r}. Known: {', '.join(map(repr, known))}, or a {base.__name__} "
+        "object."
+    )
+
+
+_ADAPTIVE_OPTIONS = {
+    "first_step": "h0",
+    "safety": "safety",
+    "ifactor": "max_factor",
+    "dfactor": "min_factor",
+    "min_step": "h_min",
+    "max_step": "h_max",
+    "max_num_steps": "max_steps",
+    "norm": "norm",
+}
+
+
+def _controller(
+    solver: Solver, rtol: Any, atol: Any, options: Mapping[str, Any] | None
+) -> StepController:
+    options = dict(options or {})
+    if "step_size" in options or solver.error_order is None:
+        step_size = options.pop("step_size", None)
+        if options:
+            raise InvalidOption(
+                f"Unknown options {sorted(options)} for fixed steps. Known: ['step_size']."
+            )
+        return FixedStep(math.inf if step_size is None else step_size)
+    unknown = sorted(set(options) - set(_ADAPTIVE_OPTIONS))
+    if unknown:
+        raise InvalidOption(
+            f"Unknown options {unknown}. Known: {['step_size', *_ADAPTIVE_OPTIONS]}."
+        )
+    return AdaptiveStep(
+        rtol, atol, **{_ADAPTIVE_OPTIONS[name]: value for name, value in options.items()}
+    )

@@ -1,0 +1,152 @@
+"""What a solver is: a value that takes steps, and undoes and differentiates them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import ClassVar, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from torchmali.state import Arithmetic, State, Tensors, Time, add_
+from torchmali.tape import Step
+
+Slope = Callable[[Time, Tensors], Tensors]  # f on leaves
+
+
+class Pull(NamedTuple):
+    """A vector-Jacobian product of f; None where f does not depend on the input."""
+
+    t: Tensor | None
+    z_theta: Sequence[Tensor | None]  # for the leaves of z, then for theta
+
+
+class Differentiable(Protocol):
+    """f as the backward walk needs it (torchmali.field.Field)."""
+
+    wants_t: bool
+    theta: list[Tensor]
+
+    def __call__(self, t: Time, z: Tensors) -> Tensors: ...
+    def time(self, t: Time) -> Tensor: ...
+    def linearize(self, t: Time, z: Tensors, a: Sequence[Tensor]) -> tuple[Tensors, Pull]: ...
+    def vjp(
+        self,
+        outputs: Sequence[Tensor],
+        inputs: Sequence[Tensor],
+        a: Sequence[Tensor | None],
+        n_evals: int = 1,
+    ) -> list[Tensor | None]: ...
+
+
+class Attempt(NamedTuple):
+    """A step that the controller has yet to accept."""
+
+    state: State
+    error: Tensors | None  # estimated error of z, where the controller asked for it
+    carry: Tensors | None  # what this step leaves for the next one (f at its end)
+    stages: Sequence[Tensors] = ()  # what an interpolant is made of
+
+
+class Cotangent:
+    """a = dL/d(z, v) and what has been summed up on the way back. Worked on in place."""
+
+    def __init__(self, state: State, n_theta: int):
+        self.z = [torch.zeros_like(x) for x in state.point]
+        self.v = [torch.zeros_like(x) for x in state.slope]
+        # dL/dz and dL/dtheta; None until f is seen to depend on it.
+        self.sums: list = [*self.z, *[None] * n_theta]
+        self.t0: Time = 0.0  # dL/dt0 and dL/dt1 of the step that was pulled back last,
+        self.t1: Time = 0.0
+        self.inside: Sequence[Time] = ()  # and dL/dt of the outputs inside it
+
+    @property
+    def theta(self) -> list[Tensor | None]:
+        return self.sums[len(self.z) :]
+
+
+def accumulate(total: list, grads: Sequence[Tensor | None], scale: float = 1.0) -> None:
+    """total += scale * grads, with gaps in both. Keeps no tensor of grads: it may be shared."""
+    into, new = [], []
+    for i, g in enumerate(grads):
+        if g is None:
+            continue
+        if total[i] is None:
+            total[i] = g * scale
+        else:
+            into.append(total[i])
+            new.append(g)
+    if into:
+        add_(into, new, scale)
+
+
+class Inside(NamedTuple):
+    """An output read from the interpolant of a step, with its dL/dy."""
+
+    k: int
+    t: Time
+    a: Sequence[Tensor | None]
+
+
+class Solver(ABC):
+    """A one-step method. An immutable value: two solves never influence each other."""
+
+    error_order: ClassVar[int | None]  # q in error = O(h^q) of the estimate; None: no estimate
+    interpolates: ClassVar[bool]  # it has an interpolant as accurate as its steps
+
+    @property
+    @abstractmethod
+    def order(self) -> int:
+        """p in global error = O(h^p)."""
+
+    @abstractmethod
+    def start(
+        self, f: Slope, t0: Time, z0: Tensors, arithmetic: Arithmetic
+    ) -> tuple[State, Tensors | None]:
+        """The first state and carry, from one evaluation of f."""
+
+    @abstractmethod
+    def slope(self, state: State, carry: Tensors | None) -> Tensors:
+        """f at the start of a solve, from what `start` returned."""
+
+    @abstractmethod
+    def step(
+        self, f: Slope, t0: Time, t1: Time, state: State, carry: Tensors | None, adaptive: bool
+    ) -> Attempt:
+        """psi over [t0, t1]; leaves `state` as it is."""
+
+    @abstractmethod
+    def interpolate(
+        self, f: Slope, t0: Time, t1: Time, state: State, attempt: Attempt, times: Sequence[Time]
+    ) -> tuple[list[Tensors], Tensors | None]:
+        """z at times inside the step from `state` to `attempt`, and the carry for the next step."""
+
+    @abstractmethod
+    def pullback(
+        self,
+        f: Differentiable,
+        step: Step,
+        before: State | None,
+        state: State,
+        a: Cotangent,
+        inside: Sequence[Inside],
+    ) -> State:
+        """Take `a` from the end of a step to its start and return the state there.
+
+        `before` is the state at the start where the tape kept it; `state` is the one at the end and
+        may be worked on in place. dL/dt0 and dL/dt1 of the step are left in `a`, outputs inside the
+        step are included.
+        """
+
+
+class ReversibleSolver(Solver):
+    """A solver whose step is a bijection: `pullback` needs no kept states."""
+
+    @abstractmethod
+    def inverse(self, f: Slope, t0: Time, t1: Time, state: State) -> State:
+        """psi^-1: the state at t0 from the state at t1 (which is left as it is)."""
+
+    @abstractmethod
+    def amplification(self, n_steps: int) -> float:
+        """How much the inverse of n steps amplifies round-off of v, whatever f is."""

@@ -1,81 +1,30 @@
-"""Neural ODEs with gradients that are exact for the discretisation, in memory that does not grow
-with the steps.
-"""
+"""Neural ODEs with exact discrete gradients, in memory that does not grow with the number of steps."""
 
-from torchmali.controllers import AdaptiveStep, FixedStep, rms_norm
+# ruff: noqa: I001 (names side by side rather than one to a line)
+# fmt: off
+from torchmali.controllers import AdaptiveStep, FixedStep, StepController, rms_norm
 from torchmali.gradients.aca import ACA
 from torchmali.gradients.adjoint import Adjoint
+from torchmali.gradients.base import GradientMethod
 from torchmali.gradients.mali import MALI
 from torchmali.gradients.naive import Naive
 from torchmali.odeint import odeint, odeint_adjoint, solve
 from torchmali.solution import (
-    DoubleBackward,
-    Incompatible,
-    InvalidField,
-    InvalidOption,
-    InvalidState,
-    InvalidTimes,
-    NonFinite,
-    Solution,
-    SolverError,
-    SolverWarning,
-    Stats,
-    StepLimit,
-    StepUnderflow,
-    UnknownMethod,
+    DoubleBackward, Incompatible, InvalidField, InvalidOption, InvalidState, InvalidTimes, NonFinite, Solution,
+    SolverError, SolverWarning, Stats, StepLimit, StepUnderflow, UnknownMethod,
 )
+from torchmali.solvers.base import ReversibleSolver, Solver
 from torchmali.solvers.leapfrog import ALF
 from torchmali.solvers.runge_kutta import (
-    RK4,
-    Bosh3,
-    Dopri5,
-    Dopri8,
-    Euler,
-    Heun,
-    Heun3,
-    HeunEuler,
-    Midpoint,
-    RK4ThreeEighths,
-    Tsit5,
+    RK4, Bosh3, Dopri5, Dopri8, Euler, Heun, Heun3, HeunEuler, Midpoint, RK4ThreeEighths, Tsit5,
 )
 
 __version__ = "0.1.0.dev0"
 
 __all__ = [
-    "ACA",
-    "ALF",
-    "MALI",
-    "RK4",
-    "AdaptiveStep",
-    "Adjoint",
-    "Bosh3",
-    "Dopri5",
-    "Dopri8",
-    "DoubleBackward",
-    "Euler",
-    "FixedStep",
-    "Heun",
-    "Heun3",
-    "HeunEuler",
-    "Incompatible",
-    "InvalidField",
-    "InvalidOption",
-    "InvalidState",
-    "InvalidTimes",
-    "Midpoint",
-    "Naive",
-    "NonFinite",
-    "RK4ThreeEighths",
-    "Solution",
-    "SolverError",
-    "SolverWarning",
-    "Stats",
-    "StepLimit",
-    "StepUnderflow",
-    "Tsit5",
-    "UnknownMethod",
-    "odeint",
-    "odeint_adjoint",
-    "rms_norm",
-    "solve",
+    "ACA", "ALF", "MALI", "RK4", "AdaptiveStep", "Adjoint", "Bosh3", "Dopri5", "Dopri8", "DoubleBackward", "Euler",
+    "FixedStep", "GradientMethod", "Heun", "Heun3", "HeunEuler", "Incompatible", "InvalidField", "InvalidOption",
+    "InvalidState", "InvalidTimes", "Midpoint", "Naive", "NonFinite", "RK4ThreeEighths", "ReversibleSolver",
+    "Solution", "Solver", "SolverError", "SolverWarning", "Stats", "StepController", "StepLimit", "StepUnderflow",
+    "Tsit5", "UnknownMethod", "odeint", "odeint_adjoint", "rms_norm", "solve",
 ]

@@ -14,19 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchmali.solution import Incompatible, InvalidOption, NonFinite, StepLimit, StepUnderflow
+from torchmali.solution import Incompatible, InvalidOption, NonFinite, StepLimit, StepUnderflow, require
 from torchmali.solvers.base import Attempt, Slope, Solver
-from torchmali.state import (
-    Leaves,
-    State,
-    Structure,
-    StructureMismatch,
-    Tensors,
-    Time,
-    combine,
-    first_non_finite,
-    number,
-)
+from torchmali.state import Leaves, State, Structure, Tensors, Time, combine, first_non_finite, number
 
 Norm = Callable[[Tensors], Tensor]
 
@@ -58,9 +48,9 @@ class Pace(ABC):
     def next(self, t: Time, target: Time) -> Time:
         """Where the next attempt from t should end: `target` itself, or a time before it."""
 
-    @abstractmethod
     def accepts(self, t0: Time, t1: Time, before: State, attempt: Attempt) -> bool:
-        """Whether the attempt counts; decides the next step size. At most one host read."""
+        """Whether the attempt counts (asked of adaptive controllers only). One host read."""
+        return True
 
 
 class StepController(ABC):
@@ -72,9 +62,7 @@ class StepController(ABC):
 
     @abstractmethod
     def lands(self, solver: Solver) -> bool:
-        """Whether steps end on every output time (else outputs are read from interpolants, the last
-        one apart).
-        """
+        """Whether steps end on every output time, or only on the last one (and interpolate)."""
 
     @abstractmethod
     def bind(self, structure: Structure) -> StepController:
@@ -86,8 +74,7 @@ class StepController(ABC):
 
 @dataclass(frozen=True)
 class FixedStep(StepController):
-    """Steps of size h from each output time on; the last step before the next output time is
-    shortened to land.
+    """Steps of size h from each output time on, the last one shortened to land on the next.
 
     FixedStep(math.inf) takes one step per output interval.
     """
@@ -96,10 +83,7 @@ class FixedStep(StepController):
     adaptive = False
 
     def __post_init__(self):
-        if not self.h > 0:
-            raise InvalidOption(
-                f"FixedStep(h={self.h}): the step size must be positive (the sign comes from t)."
-            )
+        require(self.h > 0, f"FixedStep(h={self.h}): the step must be positive (t gives the sign).")
 
     def check(self, solver: Solver) -> None:
         pass
@@ -128,20 +112,15 @@ class _FixedPace(Pace):
         self.i += 1
         return target if self.i == self.n else self.start + self.i * self.h
 
-    def accepts(self, t0: Time, t1: Time, before: State, attempt: Attempt) -> bool:
-        return True
-
 
 @dataclass(frozen=True)
 class AdaptiveStep(StepController):
-    """Steps as long as norm(error / (atol + rtol max(|z|, |z'|))) <= 1 allows; every step is
-    checked.
+    """Steps as long as norm(error / (atol + rtol max(|z|, |z'|))) <= 1 allows; all are checked.
 
-    rtol, atol: numbers, or trees of numbers of y0's structure; a leaf with an infinite one is not
-    controlled. h0: size of the first step (None: Hairer's rule, one evaluation more). norm: from
-    the scaled error's leaves to a 0-d tensor. min_factor, max_factor: limits of the change of h
-    from one attempt to the next. max_steps: attempts in one solve. land: end steps on output times
-    although the solver has an interpolant.
+    rtol, atol: numbers, or trees of numbers of y0's structure; a leaf with an infinite one is not controlled. h0: size
+    of the first step (None: Hairer's rule, one evaluation more). norm: from the scaled error's leaves to a 0-d tensor.
+    min_factor, max_factor: limits of the change of h from one attempt to the next. max_steps: attempts in one solve.
+    land: end steps on output times although the solver has an interpolant.
     """
 
     rtol: Any = 1e-3
@@ -158,44 +137,27 @@ class AdaptiveStep(StepController):
     adaptive = True
 
     def __post_init__(self):
-        for name in ("rtol", "atol"):
-            value = getattr(self, name)
-            if isinstance(value, (int, float)) and not value >= 0:
-                raise InvalidOption(
-                    f"AdaptiveStep({name}={value}): tolerances must not be negative."
-                )
-        if self.rtol == 0 and self.atol == 0:
-            raise InvalidOption(
-                "AdaptiveStep(rtol=0, atol=0): no step is ever accurate enough; give one of them."
-            )
-        if self.h0 is not None and not self.h0 > 0:
-            raise InvalidOption(
-                f"AdaptiveStep(h0={self.h0}): the first step must be positive (the sign comes "
-                "from t)."
-            )
-        if not 0 < self.safety < 1:
-            raise InvalidOption(f"AdaptiveStep(safety={self.safety}): must lie in (0, 1).")
-        if not 0 < self.min_factor < 1 < self.max_factor:
-            raise InvalidOption(
-                f"AdaptiveStep(min_factor={self.min_factor}, max_factor={self.max_factor}): "
-                "need 0 < min_factor < 1 < max_factor."
-            )
-        if not 0 <= self.h_min < self.h_max:
-            raise InvalidOption(
-                f"AdaptiveStep(h_min={self.h_min}, h_max={self.h_max}): need 0 <= h_min < h_max."
-            )
-        if self.max_steps < 1:
-            raise InvalidOption(
-                f"AdaptiveStep(max_steps={self.max_steps}): need at least one step."
-            )
+        me, numbers = "AdaptiveStep", (int, float)
+        for name, tol in (("rtol", self.rtol), ("atol", self.atol)):
+            positive = not isinstance(tol, numbers) or tol >= 0
+            require(positive, f"{me}({name}={tol}): tolerances must not be negative.")
+        positive = self.rtol != 0 or self.atol != 0
+        require(positive, f"{me}(rtol=0, atol=0): no step is ever accurate enough; give one.")
+        positive = self.h0 is None or self.h0 > 0
+        require(positive, f"{me}(h0={self.h0}): the step must be positive (t gives the sign).")
+        require(0 < self.safety < 1, f"{me}(safety={self.safety}): must lie in (0, 1).")
+        low, high = self.min_factor, self.max_factor
+        require(0 < low < 1 < high, f"{me}: need 0 < min_factor < 1 < max_factor, got {low}, {high}.")
+        low, high = self.h_min, self.h_max
+        require(0 <= low < high, f"{me}: need 0 <= h_min < h_max, got {low}, {high}.")
+        require(self.max_steps > 0, f"{me}(max_steps={self.max_steps}): need at least one step.")
 
     def check(self, solver: Solver) -> None:
         if solver.error_order is None:
             name = type(solver).__name__
             raise Incompatible(
                 f"AdaptiveStep needs a solver with an error estimate, but {name} has none. Use "
-                "controller=FixedStep(h), or solver=HeunEuler(), Bosh3(), Dopri5(), Tsit5(), "
-                "Dopri8() or ALF()."
+                "controller=FixedStep(h), or solver=HeunEuler(), Bosh3(), Dopri5(), Tsit5(), Dopri8() or ALF()."
             )
 
     def lands(self, solver: Solver) -> bool:
@@ -210,10 +172,9 @@ class AdaptiveStep(StepController):
             return (float(value),) * structure.n_leaves
         try:
             return tuple(float(x) for x in structure.flatten(value))
-        except StructureMismatch as mismatch:
+        except ValueError as mismatch:
             raise InvalidOption(
-                f"AdaptiveStep({name}=...) must be a number or have one number for each leaf of "
-                f"y0; found {mismatch}."
+                f"AdaptiveStep({name}=...) must be a number or have one number for each leaf of y0; found {mismatch}."
             ) from None
 
     def pace(self, start: Start) -> Pace:
@@ -225,11 +186,8 @@ class _AdaptivePace(Pace):
         assert start.solver.error_order is not None
         self.controller, self.q = controller, start.solver.error_order
         self.t_end, self.through_search = start.t_end, start.through_search
-        self.controlled = [
-            i
-            for i, (r, a) in enumerate(zip(controller.rtol, controller.atol, strict=True))
-            if math.isfinite(r) and math.isfinite(a)
-        ]
+        tolerances = list(zip(controller.rtol, controller.atol, strict=True))
+        self.controlled = [i for i, pair in enumerate(tolerances) if all(map(math.isfinite, pair))]
         self.rtol = [controller.rtol[i] for i in self.controlled]
         self.atol = [controller.atol[i] for i in self.controlled]
         self.n_attempts = self.n_rejected = 0
@@ -249,9 +207,7 @@ class _AdaptivePace(Pace):
 
     @torch.no_grad()
     def _first_step(self, start: Start) -> float:
-        """Hairer, Norsett, Wanner (1993), II.4: a step whose error estimate should be about 1 % of
-        the tolerance.
-        """
+        """Hairer, Norsett, Wanner (1993), II.4: the estimate should be 1 % of the tolerance."""
         span, z0 = number(start.t_end - start.t0), start.state.point
         f0 = start.solver.slope(start.state, start.carry)
         d0, d1 = torch.stack([self._scaled(z0, z0, z0), self._scaled(f0, z0, z0)]).tolist()
@@ -279,15 +235,12 @@ class _AdaptivePace(Pace):
         r = ratio.to("cpu", torch.float64) if self.through_search else value
         accepted = value <= 1  # false for nan
         self.n_attempts += 1
+        factor = controller.min_factor
         if value == 0:
             factor = controller.max_factor
         elif math.isfinite(value):
-            factor = min(
-                controller.max_factor,
-                max(controller.min_factor, controller.safety * r ** (-1 / self.q)),
-            )
-        else:
-            factor = controller.min_factor
+            wish = controller.safety * r ** (-1 / self.q)
+            factor = min(controller.max_factor, max(factor, wish))
         if accepted:
             if self.just_rejected:
                 factor = min(1.0, factor)
@@ -304,10 +257,9 @@ class _AdaptivePace(Pace):
         if self.n_attempts >= controller.max_steps and not (accepted and t1 is self.t_end):
             raise StepLimit(
                 f"{self.n_attempts} steps reached t = {number(t1 if accepted else t0):.6g} of "
-                f"{number(self.t_end):.6g} (h = {abs(number(self.h)):.3g}, "
-                f"{self.n_rejected / self.n_attempts:.0%} rejected). The problem may be stiff, or "
-                "contract too much for undamped ALF; loosen rtol/atol, try another solver, or "
-                "raise AdaptiveStep(max_steps=...)."
+                f"{number(self.t_end):.6g} (h = {abs(number(self.h)):.3g}, {self.n_rejected / self.n_attempts:.0%} "
+                "rejected). The problem may be stiff, or contract too much for undamped ALF; loosen rtol/atol, try "
+                "another solver, or raise AdaptiveStep(max_steps=...)."
             )
         return accepted
 
@@ -320,14 +272,12 @@ class _AdaptivePace(Pace):
             leaf = first_non_finite((*attempt.error, *attempt.state.point))
             where = "" if leaf is None else f" in leaf {leaf % len(attempt.state.point)}"
             raise NonFinite(
-                f"The step from t = {t:.6g} gives non-finite values{where} even with h = "
-                f"{abs(h):.3g}. f is not finite there, or the solution grows without bound before "
-                "the end time."
+                f"The step from t = {t:.6g} gives non-finite values{where} even with h = {abs(h):.3g}. f is not "
+                "finite there, or the solution grows without bound before the end time."
             )
         raise StepUnderflow(
-            f"At t = {t:.6g} the tolerance asks for steps below {smallest:.3g} (h = "
-            f"{abs(number(self.h)):.3g}, error {ratio:.3g} x tolerance, "
-            f"{self.n_rejected / self.n_attempts:.0%} of {self.n_attempts} attempts rejected). "
-            "Loosen rtol/atol (float32 cannot meet rtol below 1e-5), use a float64 state, or "
-            "look for a jump in f at this time."
+            f"At t = {t:.6g} the tolerance asks for steps below {smallest:.3g} (h = {abs(number(self.h)):.3g}, error "
+            f"{ratio:.3g} x tolerance, {self.n_rejected / self.n_attempts:.0%} of {self.n_attempts} attempts "
+            "rejected). Loosen rtol/atol (float32 cannot meet rtol below 1e-5), use a float64 state, or look for a "
+            "jump in f at this time."
         )

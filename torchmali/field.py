@@ -2,57 +2,48 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import types
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from torchmali.solution import InvalidField, SolverWarning
-from torchmali.solvers.base import Pull
-from torchmali.state import Structure, StructureMismatch, Tensors, Time
+# torch.autograd.grad without its checks of the arguments, which cost 10 % of a small f's VJP.
+from torch.autograd.graph import _engine_run_backward as _vjp
+
+from torchmali.solution import InvalidField, warn
+from torchmali.state import Leaves, Structure, Tensors, Time
 
 
 class Field:
     """f(t, y, *args) on the leaves of y.
 
-    t reaches f as a 0-d tensor. y is lent to f for the call: it may be overwritten afterwards, so
-    an f that wants to keep it has to clone it. `theta` holds what f depends on beside t and y: the
-    tensors among args that require a gradient, then the parameters.
+    t reaches f as a 0-d tensor. y is lent to f for the call: it may be overwritten afterwards, so an f that wants to
+    keep it has to clone it. `theta` holds what f depends on beside t and y: the tensors among args that require a
+    gradient, then the parameters.
     """
 
-    def __init__(
-        self,
-        func: Callable,
-        z0: Tensors,
-        structure: Structure,
-        args: tuple,
-        params: Iterable[Tensor] | None,
-    ):
+    def __init__(self, func: Callable, z0: Tensors, structure: Structure, args: tuple, params: Iterable[Tensor] | None):
         self.func, self.structure = func, structure
         self.args_structure = Structure.of(args)
         self.arg_leaves = self.args_structure.flatten(args)
-        self.slots = [
-            i for i, x in enumerate(self.arg_leaves) if isinstance(x, Tensor) and x.requires_grad
-        ]
+        self.slots = [i for i, x in enumerate(self.arg_leaves) if getattr(x, "requires_grad", False)]
         in_args = [self.arg_leaves[i] for i in self.slots]
         found = find_parameters((func, args)) if params is None else params
         known = {id(x) for x in in_args}
-        self.args: tuple = args
+        self.args, self.is_leaf = args, structure.spec.is_leaf()
         self.theta = in_args + [p for p in found if p.requires_grad and id(p) not in known]
-        self.shapes = [z.shape for z in z0]
-        self.dtypes = [z.dtype for z in z0]
+        self.signature = [(z.shape, z.dtype) for z in z0]
         self.device = z0[0].device
-        self.t_dtype = torch.float64 if torch.float64 in self.dtypes else torch.float32
+        is_double = any(z.dtype == torch.float64 for z in z0)
+        self.t_dtype = torch.float64 if is_double else torch.float32
         self.zero = torch.zeros((), dtype=self.t_dtype, device=self.device)
         self.wants_t = False
-        self.looks_for_leaves = (
-            False  # at the next evaluation, warn of leaves that would get no gradient
-        )
+        self.looks_for_leaves = False  # warn, once, of leaves that would get no gradient
         self.n_evals = self.n_vjps = 0
 
     def without_theta(self) -> Field:
@@ -79,45 +70,38 @@ class Field:
     def time(self, t: Time) -> Tensor:
         if isinstance(t, Tensor):
             return t.to(self.device, self.t_dtype)
-        return self.zero.new_full(
-            (), t
-        )  # a third of the cost of torch.full, and no host-device wait either
+        return self.zero.new_full((), t)  # no host-device wait, and a third of torch.full's cost
 
     def __call__(self, t: Time, z: Tensors) -> Tensors:
         if self.looks_for_leaves:
             return self._evaluate_and_look_for_leaves(t, z)
         self.n_evals += 1
-        if self.structure.kind is None:
+        if self.is_leaf:
             u = (self.func(self.time(t), z[0], *self.args),)
         else:
             u = self._leaves(self.func(self.time(t), self.structure.rebuild(z), *self.args))
         for i, leaf in enumerate(u):
-            if (
-                not isinstance(leaf, Tensor)
-                or leaf.shape != self.shapes[i]
-                or leaf.dtype != self.dtypes[i]
-            ):
+            if not isinstance(leaf, Tensor) or (leaf.shape, leaf.dtype) != self.signature[i]:
                 self._complain(i, leaf)
         return u
 
     def _leaves(self, u: Any) -> Tensors:
         try:
             return self.structure.flatten(u)
-        except StructureMismatch as mismatch:
+        except ValueError as mismatch:
             raise InvalidField(
-                "f must return a slope for each leaf of y, in y's structure; it returned "
-                f"{mismatch}."
+                f"f must return a slope for each leaf of y, in y's structure; it returned {mismatch}."
             ) from None
 
     def _complain(self, i: int, leaf: Any) -> None:
-        of = f" for leaf {i}" if len(self.shapes) > 1 else ""
+        of = f" for leaf {i}" if len(self.signature) > 1 else ""
         if not isinstance(leaf, Tensor):
             raise InvalidField(f"f must return tensors; it returned a {type(leaf).__name__}{of}.")
+        shape, dtype = self.signature[i]
         raise InvalidField(
-            f"f must return dy/dt with y's shape and dtype{of}: y has shape "
-            f"{tuple(self.shapes[i])}, {self.dtypes[i]}; f returned {tuple(leaf.shape)}, "
-            f"{leaf.dtype}. (A different shape would be broadcast, a different dtype would change "
-            "the precision of the state: reshape or cast inside f.)"
+            f"f must return dy/dt with y's shape and dtype{of}: y has shape {tuple(shape)}, {dtype}; f returned "
+            f"{tuple(leaf.shape)}, {leaf.dtype}. (A different shape would be broadcast, a different dtype would "
+            "change the precision of the state: reshape or cast inside f.)"
         )
 
     def _evaluate_and_look_for_leaves(self, t: Time, z: Tensors) -> Tensors:
@@ -125,17 +109,17 @@ class Field:
         with torch.enable_grad():
             u = self(t, tuple(x.detach() for x in z))
         for leaf in forgotten_leaves(u, self.theta):
-            warnings.warn(
-                f"f depends on a tensor of shape {tuple(leaf.shape)} that requires a gradient but "
-                "would get none: it is not among the parameters found in f. Pass it through "
-                "args=(...), or list it in params=[...].",
-                SolverWarning,
-                stacklevel=2,
+            warn(
+                f"f depends on a tensor of shape {tuple(leaf.shape)} that requires a gradient but would get none: it "
+                "is not among the parameters found in f. Pass it through args=(...), or list it in params=[...]."
             )
         return tuple(x.detach() for x in u)
 
-    def linearize(self, t: Time, z: Tensors, a: Sequence[Tensor]) -> tuple[Tensors, Pull]:
-        """u = f(t, z) and a^T df, from one evaluation. Grad mode must be on."""
+    def linearize(self, t: Time, z: Tensors, a: Leaves) -> tuple[Tensors, list[Tensor | None], Tensor | None]:
+        """u = f(t, z), then a^T df/d(z, theta) and a^T df/dt (where wanted), from one evaluation.
+
+        None where there is no dependence. Grad mode must be on.
+        """
         z = tuple([x.detach().requires_grad_() for x in z])
         inputs = [*z, *self.theta]
         t = self.time(t)
@@ -143,66 +127,60 @@ class Field:
             inputs.append(t.requires_grad_())
         u = self(t, z)
         g = self.vjp(u, inputs, a)
-        return tuple([x.detach() for x in u]), Pull(g.pop() if self.wants_t else None, g)
+        g_t = g.pop() if self.wants_t else None
+        return tuple([x.detach() for x in u]), g, g_t
 
     def vjp(
-        self,
-        outputs: Sequence[Tensor],
-        inputs: Sequence[Tensor],
-        a: Sequence[Tensor | None],
-        n_evals: int = 1,
+        self, outputs: Leaves, inputs: list[Tensor], a: Sequence[Tensor | None], n_evals: int = 1
     ) -> list[Tensor | None]:
         """a^T d(outputs)/d(inputs), through n_evals evaluations; None: no dependence."""
         self.n_vjps += n_evals
-        used = [i for i, x in enumerate(outputs) if x.requires_grad and a[i] is not None]
-        if not used:
+        ends, starts = [], []
+        for x, g in zip(outputs, a, strict=True):
+            if x.requires_grad and g is not None:
+                ends.append(x)
+                starts.append(g)
+        if not ends:
             return [None] * len(inputs)
-        ends, starts = [outputs[i] for i in used], [a[i] for i in used]
-        return list(torch.autograd.grad(ends, inputs, starts, allow_unused=True))
+        options = False, False, tuple(inputs), True  # retain and create graph, inputs, allow unused
+        return list(_vjp(tuple(ends), tuple(starts), *options, accumulate_grad=False))
 
 
 def find_parameters(root: Any) -> list[Tensor]:
     """The tensors requiring a gradient that f can be seen to hold.
 
-    Looks into modules, bound methods, partials, closures, globals that the code names, containers,
-    and the attributes of other callables and of objects whose methods are bound.
+    Looks into modules, bound methods, partials, closures, globals that the code names, containers, and the attributes
+    of other callables and of objects whose methods are bound.
     """
     found: dict[int, Tensor] = {}
-    seen: set[int] = set()
+    seen: dict[int, Any] = {}  # keeps what it has seen alive: a freed list's id comes back
 
     def look(x: Any, deep: bool) -> None:
         if id(x) in seen:
             return
-        seen.add(id(x))
+        seen[id(x)] = x
         if isinstance(x, Tensor):
             if x.requires_grad:
                 found[id(x)] = x
         elif isinstance(x, nn.Module):
-            for p in x.parameters():
-                look(p, False)
-        elif isinstance(x, functools.partial):
-            for part in (x.func, *x.args, *x.keywords.values()):
-                look(part, deep)
-        elif isinstance(x, types.MethodType):
-            look(x.__self__, True)
-        elif isinstance(x, types.FunctionType):
-            for cell in x.__closure__ or ():
-                try:
-                    look(cell.cell_contents, deep)
-                except ValueError:  # a cell that is not filled yet
-                    continue
-            for name in x.__code__.co_names:
-                if name in x.__globals__ and isinstance(x.__globals__[name], (Tensor, nn.Module)):
-                    look(x.__globals__[name], False)
+            found.update((id(p), p) for p in x.parameters() if p.requires_grad)
         elif isinstance(x, (tuple, list)):
             for part in x:
                 look(part, deep)
         elif isinstance(x, dict):
-            for part in x.values():
-                look(part, deep)
+            look(list(x.values()), deep)
+        elif isinstance(x, functools.partial):
+            look([x.func, x.args, x.keywords], deep)
+        elif isinstance(x, types.MethodType):
+            look(x.__self__, True)
+        elif isinstance(x, types.FunctionType):
+            for cell in x.__closure__ or ():
+                with contextlib.suppress(ValueError):  # a cell that is not filled yet
+                    look(cell.cell_contents, deep)
+            used = (x.__globals__.get(name) for name in x.__code__.co_names)
+            look([y for y in used if isinstance(y, (Tensor, nn.Module))], False)
         elif deep and hasattr(x, "__dict__") and not isinstance(x, (type, types.ModuleType)):
-            for part in vars(x).values():
-                look(part, False)
+            look(list(vars(x).values()), False)
 
     look(root, True)
     return list(found.values())

@@ -9,7 +9,7 @@ import torch
 from torchmali.controllers import Start, StepController
 from torchmali.solution import NonFinite, Stats
 from torchmali.solvers.base import Slope, Solver
-from torchmali.state import Arithmetic, Floats, State, Tensors, Time, first_non_finite, number
+from torchmali.state import Floats, State, Tensors, Time, first_non_finite, number
 from torchmali.tape import Output, Refresh, Step, Tape
 
 Emit = Callable[[int, Tensors], None]
@@ -24,7 +24,7 @@ def integrate(
     emit: Emit,
     stats: Stats,
     *,
-    arithmetic: Arithmetic = Floats,
+    arithmetic: type[State] = Floats,
     keep_every: int | None = None,
     through_search: bool = False,
     locate: bool = False,
@@ -33,10 +33,9 @@ def integrate(
 
     Calls emit(k, z(times[k])) for each output, in order.
 
-    keep_every: keep the state before every n-th step on the tape. Times are advanced by the h that
-    was used (the paper's listing adds the next one). The end state is tested for finiteness; if it
-    fails, the solve is repeated with `locate` to say where it went wrong, so that the loop itself
-    need not look.
+    keep_every: keep the state before every n-th step on the tape. Times are advanced by the h that was used (the
+    paper's listing adds the next one). The end state is tested for finiteness; if it fails, the solve is repeated with
+    `locate` to say where it went wrong, so that the loop itself need not look.
     """
     tape, t = Tape(), times[0]
     state, carry = solver.start(f, t, z0, arithmetic)
@@ -72,9 +71,7 @@ def integrate(
                     emit(i, y)
                 waiting += len(inside)
             if locate:
-                _raise_if_non_finite(
-                    attempt.state, f"at t = {number(t1):.6g} (h = {abs(number(t1 - t)):.3g})"
-                )
+                _raise_if_non_finite(attempt.state, f"at t = {number(t1):.6g} (h = {abs(number(t1 - t)):.3g})")
             state, t = attempt.state, t1
         tape.events.append(Output(k, None))
         emit(k, state.point)
@@ -85,20 +82,8 @@ def integrate(
     stats.h_min, stats.h_max = min(sizes), max(sizes)
     if first_non_finite(state.point) is not None:
         with torch.no_grad():
-            integrate(
-                f,
-                z0,
-                [number(t) for t in times],
-                solver,
-                controller,
-                lambda k, z: None,
-                stats,
-                locate=True,
-            )
-        raise NonFinite(
-            "The solution is not finite, but a repetition of the same solve is: f is not "
-            "repeatable."
-        )
+            integrate(f, z0, [number(t) for t in times], solver, controller, lambda k, z: None, stats, locate=True)
+        raise NonFinite("The solution is not finite, but a repetition of the same solve is: f is not repeatable.")
     return state, tape
 
 
@@ -115,6 +100,6 @@ def _raise_if_non_finite(state: State, where: str) -> None:
     leaf = first_non_finite((*state.point, *state.slope))
     if leaf is not None:
         raise NonFinite(
-            f"Non-finite values in leaf {leaf % len(state.point)} of the state, first seen "
-            f"{where}. Look at f there, use smaller steps, or an adaptive controller."
+            f"Non-finite values in leaf {leaf % len(state.point)} of the state, first seen {where}. Look at f there, "
+            "use smaller steps, or an adaptive controller."
         )

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -17,53 +17,26 @@ from torchmali.gradients.adjoint import Adjoint
 from torchmali.gradients.base import GradientMethod, Problem
 from torchmali.gradients.mali import MALI
 from torchmali.gradients.naive import Naive
-from torchmali.solution import (
-    InvalidOption,
-    InvalidState,
-    InvalidTimes,
-    Solution,
-    SolverWarning,
-    Stats,
-    UnknownMethod,
-)
+from torchmali.solution import InvalidState, InvalidTimes, Solution, Stats, UnknownMethod, require, warn
+from torchmali.solvers import runge_kutta as rk
 from torchmali.solvers.base import Solver
 from torchmali.solvers.leapfrog import ALF
-from torchmali.solvers.runge_kutta import (
-    RK4,
-    Bosh3,
-    Dopri5,
-    Dopri8,
-    Euler,
-    Heun,
-    Heun3,
-    HeunEuler,
-    Midpoint,
-    RK4ThreeEighths,
-    Tsit5,
-)
 from torchmali.state import Structure, Tensors
 
+# fmt: off
 SOLVERS: dict[str, Solver] = {
-    "alf": ALF(),
-    "euler": Euler(),
-    "midpoint": Midpoint(),
-    "heun2": Heun(),
-    "heun3": Heun3(),
-    "rk4": RK4ThreeEighths(),
-    "rk4_classic": RK4(),
-    "adaptive_heun": HeunEuler(),
-    "bosh3": Bosh3(),
-    "dopri5": Dopri5(),
-    "tsit5": Tsit5(),
-    "dopri8": Dopri8(),
+    "alf": ALF(), "euler": rk.Euler(), "midpoint": rk.Midpoint(), "heun2": rk.Heun(), "heun3": rk.Heun3(),
+    "rk4": rk.RK4ThreeEighths(), "rk4_classic": rk.RK4(), "adaptive_heun": rk.HeunEuler(), "bosh3": rk.Bosh3(),
+    "dopri5": rk.Dopri5(), "tsit5": rk.Tsit5(), "dopri8": rk.Dopri8(),
 }
 GRADIENTS: dict[str, GradientMethod] = {
-    "naive": Naive(),
-    "adjoint": Adjoint(),
-    "seminorm": Adjoint(seminorm=True),
-    "aca": ACA(),
-    "mali": MALI(),
+    "naive": Naive(), "adjoint": Adjoint(), "seminorm": Adjoint(seminorm=True), "aca": ACA(), "mali": MALI(),
 }
+ADAPTIVE_OPTIONS = {  # torchdiffeq's name: ours
+    "first_step": "h0", "safety": "safety", "ifactor": "max_factor", "dfactor": "min_factor", "min_step": "h_min",
+    "max_step": "h_max", "max_num_steps": "max_steps", "norm": "norm",
+}
+# fmt: on
 
 
 def solve(
@@ -77,64 +50,50 @@ def solve(
     args: tuple = (),
     params: Iterable[Tensor] | None = None,
 ) -> Solution:
-    """Solve dy/dt = func(t, y, *args) from y(t[0]) = y0 and return y at all times t,
-    differentiable.
+    """Solve dy/dt = func(t, y, *args) from y(t[0]) = y0 and return y at all times t, differentiable.
 
-    y0: a tensor, or any nested tuple, list or dict of float32 or float64 tensors; func returns the
-    same structure. t: two or more times, increasing or decreasing. Gradients flow to y0, to the
-    tensors in args, to t, and to the parameters found in func (modules, bound methods, partials,
-    closures), or to those listed in `params`.
+    y0: a tensor, or any nested tuple, list or dict of float32 or float64 tensors; func returns the same structure. t:
+    two or more times, increasing or decreasing. Gradients flow to y0, to the tensors in args, to t, and to the
+    parameters found in func (modules, bound methods, partials, closures), or to those listed in `params`.
     """
     for name, value, base in (
         ("solver", solver, Solver),
         ("controller", controller, StepController),
         ("gradient", gradient, GradientMethod),
     ):
-        if not isinstance(value, base):
-            raise InvalidOption(
-                f"{name}={value!r} is not a {base.__name__}: give an object such as solver=ALF(), "
-                "controller=FixedStep(0.1), gradient=MALI(). (Names as strings are understood by "
-                "odeint.)"
-            )
+        what = (
+            f"{name}={value!r} is not a {base.__name__}: give an object such as solver=ALF(), "
+            "controller=FixedStep(0.1), gradient=MALI(). (Names as strings are understood by odeint.)"
+        )
+        require(isinstance(value, base), what)
     gradient.check(solver, controller)
     structure = Structure.of(y0)
     z0 = _checked_state(structure.flatten(y0))
     controller = controller.bind(structure)
     _warn_of_tolerance(controller, z0)
     t_out, times = _checked_times(t, z0)
-    if not isinstance(args, tuple):
-        raise InvalidOption(
-            "args must be a tuple of further arguments of f, as in args=(x,); got "
-            f"{type(args).__name__}."
-        )
+    got = type(args).__name__
+    require(isinstance(args, tuple), f"args must be a tuple of further arguments of f, as in args=(x,); got a {got}.")
     field = Field(func, z0, structure, args, params)
-    problem = Problem(
-        field, z0, times, t_out if t_out.requires_grad else None, solver, controller, Stats()
-    )
+    problem = Problem(field, z0, times, t_out if t_out.requires_grad else None, solver, controller, Stats())
     field.looks_for_leaves = torch.is_grad_enabled() and not isinstance(gradient, Naive)
     y = gradient.solve(problem)
     return Solution(t_out, structure.rebuild(y), problem.stats)
 
 
 def _checked_state(z0: tuple) -> Tensors:
-    if not z0:
-        raise InvalidState("y0 has no leaves: give at least one tensor.")
+    require(bool(z0), "y0 has no leaves: give at least one tensor.", InvalidState)
     for i, z in enumerate(z0):
         of = f"leaf {i} of y0" if len(z0) > 1 else "y0"
-        if not isinstance(z, Tensor):
-            raise InvalidState(
-                f"{of} is a {type(z).__name__}: the state must be made of torch tensors."
-            )
-        if z.dtype in (torch.bfloat16, torch.float16):
-            raise InvalidState(
-                f"{of} has dtype {z.dtype}, which is too coarse for a state that sums many small "
-                "steps. Keep the state in float32 and let f compute in low precision inside, "
-                "with torch.autocast in f, cast back to float32."
-            )
-        if z.dtype not in (torch.float32, torch.float64):
-            raise InvalidState(
-                f"{of} has dtype {z.dtype}: the state must be float32 or float64. Use y0.float()."
-            )
+        what = f"{of} is a {type(z).__name__}: the state must be made of torch tensors."
+        require(isinstance(z, Tensor), what, InvalidState)
+        what = (
+            f"{of} has dtype {z.dtype}, too coarse for a state that sums many small steps. Keep the state in float32, "
+            "run f under torch.autocast inside itself, and cast what it returns back to float32."
+        )
+        require(z.dtype not in (torch.bfloat16, torch.float16), what, InvalidState)
+        what = f"{of} has dtype {z.dtype}: the state must be float32 or float64. Use y0.float()."
+        require(z.dtype in (torch.float32, torch.float64), what, InvalidState)
     return z0
 
 
@@ -144,12 +103,9 @@ def _warn_of_tolerance(controller: StepController, z0: Tensors) -> None:
     for rtol, z in zip(controller.rtol, z0, strict=True):
         limit = 100 * torch.finfo(z.dtype).eps
         if rtol < limit:
-            warnings.warn(
-                f"rtol = {rtol:g} is below 100 eps = {limit:.1e} of a {z.dtype} state: round-off "
-                "may be mistaken for error and the step size underflow. Use a larger rtol, or a "
-                "float64 state.",
-                SolverWarning,
-                stacklevel=3,
+            warn(
+                f"rtol = {rtol:g} is below 100 eps = {limit:.1e} of a {z.dtype} state: round-off may be mistaken for "
+                "error and the step size underflow. Use a larger rtol, or a float64 state."
             )
             return
 
@@ -164,26 +120,19 @@ def _checked_times(t: Any, z0: Tensors) -> tuple[Tensor, list[float]]:
             times = [float(x) for x in t]
             t_out = torch.tensor(times, dtype=dtype, device=z0[0].device)
             return t_out, _ordered(times)
-    if t.ndim != 1:
-        raise InvalidTimes(f"t must be one-dimensional; got shape {tuple(t.shape)}.")
+    require(t.ndim == 1, f"t must be one-dimensional; got shape {tuple(t.shape)}.", InvalidTimes)
     return t, _ordered(t.detach().to("cpu", torch.float64).tolist())
 
 
 def _ordered(times: list[float]) -> list[float]:
-    if len(times) < 2:
-        raise InvalidTimes(f"t needs a start and at least one output time; got {len(times)}.")
-    if not all(map(math.isfinite, times)):
-        raise InvalidTimes(f"t must be finite; got {times}.")
-    for k, (a, b) in enumerate(zip(times, times[1:])):  # noqa: B905
-        if a == b:
-            raise InvalidTimes(
-                f"t repeats a time: t[{k}] = t[{k + 1}] = {a:g}. Give each output time once."
-            )
-        if (b > a) != (times[1] > times[0]):
-            raise InvalidTimes(
-                f"t must be increasing or decreasing throughout; t[{k}] = {a:g}, t[{k + 1}] = "
-                f"{b:g}. Sort it."
-            )
+    n = len(times)
+    require(n >= 2, f"t needs a start and at least one output time; got {n}.", InvalidTimes)
+    require(all(map(math.isfinite, times)), f"t must be finite; got {times}.", InvalidTimes)
+    for k, (a, b) in enumerate(pairwise(times)):
+        what = f"t[{k}] = {a:g}, t[{k + 1}] = {b:g}"
+        require(a != b, f"t repeats a time: {what}. Give each output time once.", InvalidTimes)
+        monotonic = (b > a) == (times[1] > times[0])
+        require(monotonic, f"t must be increasing or decreasing throughout: {what}. Sort it.", InvalidTimes)
     return times
 
 
@@ -200,23 +149,17 @@ def odeint(
     args: tuple = (),
     params: Iterable[Tensor] | None = None,
 ) -> Any:
-    """torchdiffeq's `odeint`, with `gradient` to choose how it is differentiated; returns y, time
-    first.
+    """torchdiffeq's `odeint`, with `gradient` to choose how it is differentiated; returns y, time first.
 
-    method: "dopri5" (default), "alf" (default with gradient="mali"), "tsit5", "dopri8", "bosh3",
-    "adaptive_heun", "euler", "midpoint", "heun2", "heun3", "rk4" (3/8 rule), "rk4_classic", or a
-    solver. gradient: "naive" (default), "aca", "mali", "adjoint", "seminorm", or a gradient method.
-    options: step_size, or first_step, safety, ifactor, dfactor, min_step, max_step, max_num_steps,
-    norm.
+    method: "dopri5" (default), "alf" (default with gradient="mali"), "tsit5", "dopri8", "bosh3", "adaptive_heun",
+    "euler", "midpoint", "heun2", "heun3", "rk4" (3/8 rule), "rk4_classic", or a solver. gradient: "naive" (default),
+    "aca", "mali", "adjoint", "seminorm", or a gradient method. options: step_size, or first_step, safety, ifactor,
+    dfactor, min_step, max_step, max_num_steps, norm.
     """
     chosen = _named(gradient, GRADIENTS, GradientMethod, "gradient method", Naive())
-    solver = _named(
-        method, SOLVERS, Solver, "method", ALF() if isinstance(chosen, MALI) else Dopri5()
-    )
+    solver = _named(method, SOLVERS, Solver, "method", ALF() if isinstance(chosen, MALI) else rk.Dopri5())
     controller = _controller(solver, rtol, atol, options)
-    return solve(
-        func, y0, t, solver=solver, controller=controller, gradient=chosen, args=args, params=params
-    ).y
+    return solve(func, y0, t, solver=solver, controller=controller, gradient=chosen, args=args, params=params).y
 
 
 def odeint_adjoint(
@@ -235,32 +178,16 @@ def odeint_adjoint(
     adjoint_params: Iterable[Tensor] | None = None,
     args: tuple = (),
 ) -> Any:
-    """torchdiffeq's `odeint_adjoint`: `odeint` with the continuous adjoint. adjoint_options may say
-    norm="seminorm".
-    """
+    """torchdiffeq's `odeint_adjoint`: `odeint` with the continuous adjoint. adjoint_options may say norm="seminorm"."""
     backward = dict(options or {}) if adjoint_options is None else dict(adjoint_options)
     seminorm = backward.get("norm") == "seminorm"
     if seminorm or adjoint_options is None:
         backward.pop("norm", None)
-    solver = _named(adjoint_method or method, SOLVERS, Solver, "method", Dopri5())
-    controller = _controller(
-        solver,
-        rtol if adjoint_rtol is None else adjoint_rtol,
-        atol if adjoint_atol is None else adjoint_atol,
-        backward,
-    )
-    return odeint(
-        func,
-        y0,
-        t,
-        rtol=rtol,
-        atol=atol,
-        method=method,
-        options=options,
-        gradient=Adjoint(solver, controller, seminorm),
-        args=args,
-        params=adjoint_params,
-    )
+    solver = _named(adjoint_method or method, SOLVERS, Solver, "method", rk.Dopri5())
+    rtols = rtol if adjoint_rtol is None else adjoint_rtol, atol if adjoint_atol is None else adjoint_atol
+    gradient = Adjoint(solver, _controller(solver, *rtols, backward), seminorm)
+    forward = {"rtol": rtol, "atol": atol, "method": method, "options": options}
+    return odeint(func, y0, t, **forward, gradient=gradient, args=args, params=adjoint_params)
 
 
 def _named(value: Any, known: Mapping[str, Any], base: type, what: str, default: Any) -> Any:
@@ -270,40 +197,15 @@ def _named(value: Any, known: Mapping[str, Any], base: type, what: str, default:
         return value
     if value in known:
         return known[value]
-    raise UnknownMethod(
-        f"Unknown {what} {value!r}. Known: {', '.join(map(repr, known))}, or a {base.__name__} "
-        "object."
-    )
+    raise UnknownMethod(f"Unknown {what} {value!r}. Known: {', '.join(map(repr, known))}, or a {base.__name__} object.")
 
 
-_ADAPTIVE_OPTIONS = {
-    "first_step": "h0",
-    "safety": "safety",
-    "ifactor": "max_factor",
-    "dfactor": "min_factor",
-    "min_step": "h_min",
-    "max_step": "h_max",
-    "max_num_steps": "max_steps",
-    "norm": "norm",
-}
-
-
-def _controller(
-    solver: Solver, rtol: Any, atol: Any, options: Mapping[str, Any] | None
-) -> StepController:
+def _controller(solver: Solver, rtol: Any, atol: Any, options: Mapping[str, Any] | None) -> StepController:
     options = dict(options or {})
     if "step_size" in options or solver.error_order is None:
-        step_size = options.pop("step_size", None)
-        if options:
-            raise InvalidOption(
-                f"Unknown options {sorted(options)} for fixed steps. Known: ['step_size']."
-            )
-        return FixedStep(math.inf if step_size is None else step_size)
-    unknown = sorted(set(options) - set(_ADAPTIVE_OPTIONS))
-    if unknown:
-        raise InvalidOption(
-            f"Unknown options {unknown}. Known: {['step_size', *_ADAPTIVE_OPTIONS]}."
-        )
-    return AdaptiveStep(
-        rtol, atol, **{_ADAPTIVE_OPTIONS[name]: value for name, value in options.items()}
-    )
+        size = options.pop("step_size", None)
+        require(not options, f"Unknown options {sorted(options)} for fixed steps. Known: ['step_size'].")
+        return FixedStep(math.inf if size is None else size)
+    unknown = sorted(set(options) - set(ADAPTIVE_OPTIONS))
+    require(not unknown, f"Unknown options {unknown}. Known: {['step_size', *ADAPTIVE_OPTIONS]}.")
+    return AdaptiveStep(rtol, atol, **{ADAPTIVE_OPTIONS[name]: value for name, value in options.items()})

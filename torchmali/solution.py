@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -36,6 +37,11 @@ class SolverError(Exception):
 
 class InvalidOption(SolverError, ValueError):
     """An option of a solver, controller or gradient method is out of its range, or unknown."""
+
+
+def require(holds: bool, message: str, error: type[SolverError] = InvalidOption) -> None:
+    if not holds:
+        raise error(message)
 
 
 class UnknownMethod(SolverError, ValueError):
@@ -76,3 +82,7 @@ class DoubleBackward(SolverError, RuntimeError):
 
 class SolverWarning(UserWarning):
     """The result is right, or as right as was asked for, but probably not what was wanted."""
+
+
+def warn(message: str) -> None:
+    warnings.warn(message, SolverWarning, stacklevel=3)

@@ -1,7 +1,7 @@
 """What happened in a solve, in order: the data that a backward pass walks over.
 
-At a boundary the order is always Step, [Refresh], [Output]. Events hold floats and positions in
-`Tape.kept`, no tensors: the tensors travel through `save_for_backward` as one flat list.
+At a boundary the order is always Step, [Refresh], [Output]. Events hold floats and positions in `Tape.kept`, no
+tensors: the tensors travel through `save_for_backward` as one flat list.
 """
 
 from __future__ import annotations
@@ -15,9 +15,7 @@ from torchmali.state import State, Time
 
 
 class Step(NamedTuple):
-    """One accepted step. Forward and backward derive h and the stage times from these two
-    numbers.
-    """
+    """One accepted step. Forward and backward derive h and the stage times from these two numbers."""
 
     t0: Any  # a float (under Naive perhaps a tensor)
     t1: Any
@@ -34,9 +32,7 @@ class Output(NamedTuple):
     """z was handed out as y[k]."""
 
     k: int
-    inside: (
-        Time | None
-    )  # the time, where y[k] was read from the interpolant of the step before; None: the boundary
+    inside: Time | None  # the time, where y[k] was read from the interpolant of the step before; None: the boundary
 
 
 @dataclass

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torchmali.controllers import AdaptiveStep, Norm, StepController, rms_norm
 from torchmali.field import Field
-from torchmali.gradients.base import GradientMethod, Outputs, Problem, refuse_double_backward
+from torchmali.gradients.base import GradientMethod, Problem, forward, refuse_double_backward
 from torchmali.integrate import integrate
 from torchmali.solution import Stats
 from torchmali.solvers.base import Solver, accumulate
@@ -20,13 +20,11 @@ from torchmali.state import Tensors, Time, dot
 
 @dataclass(frozen=True)
 class Adjoint(GradientMethod):
-    """Gradients from a second solve, of (z, a, dL/dtheta) backwards in time: constant memory, not
-    exact.
+    """A second solve, of (z, a, dL/dtheta) backwards in time: constant memory, not exact.
 
-    The backward trajectory parts from the forward one, and the gradient is that of the ODE up to
-    the tolerance of both solves, not that of the discretisation. solver, controller: those of the
-    backward solve (None: the forward ones). seminorm: leave dL/dtheta out of the error norm ("Hey,
-    that's not an ODE", Kidger et al. 2021): fewer steps.
+    The backward trajectory parts from the forward one, and the gradient is that of the ODE up to the tolerance of both
+    solves, not that of the discretisation. solver, controller: those of the backward solve (None: the forward ones).
+    seminorm: leave dL/dtheta out of the error norm ("Hey, that's not an ODE", Kidger et al. 2021): fewer steps.
     """
 
     solver: Solver | None = None
@@ -39,7 +37,7 @@ class Adjoint(GradientMethod):
 
     def solve(self, problem: Problem) -> Tensors:
         if not problem.wants_gradient:
-            return _forward(problem)
+            return forward(problem)[0]
         return _Adjoint.apply(self, problem, *problem.inputs)  # type: ignore[return-value]
 
     def backward_controller(self, forward: StepController, field: Field) -> StepController:
@@ -67,35 +65,15 @@ def _augmented_norm(norm: Norm, n: int, seminorm: bool) -> Norm:
     return augmented_norm
 
 
-def _forward(problem: Problem) -> Tensors:
-    outputs = Outputs(problem.z0, len(problem.times))
-    problem.field.n_evals = 0
-    integrate(
-        problem.field,
-        problem.z0,
-        problem.times,
-        problem.solver,
-        problem.controller,
-        outputs,
-        problem.stats,
-    )
-    problem.stats.n_evals_forward = problem.field.n_evals
-    return outputs.y
-
-
 class _Adjoint(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, method: Adjoint, problem: Problem, *inputs: Tensor | None) -> Tensors:
-        y = _forward(problem)
+        y, _, _ = forward(problem)
         ctx.set_materialize_grads(False)
         ctx.solver = method.solver or problem.solver
         ctx.controller = method.backward_controller(problem.controller, problem.field)
-        ctx.times, ctx.stats, ctx.field = (
-            problem.times,
-            problem.stats,
-            problem.field.without_theta(),
-        )
-        ctx.n_theta = len(problem.field.theta)
+        ctx.times, ctx.stats = problem.times, problem.stats
+        ctx.field, ctx.n_theta = problem.field.without_theta(), len(problem.field.theta)
         ctx.save_for_backward(inputs[0], *inputs[1 + len(y) :], *y)
         return y
 
@@ -120,9 +98,7 @@ class _Adjoint(torch.autograd.Function):
                 a_t[k] = dot(*zip(*pairs, strict=True)) if pairs else a_t[k]
             if k > 0:
                 start, segment = (*z, *a, *a_theta), (times[k], times[k - 1])
-                end, _ = integrate(
-                    _augmented(f), start, segment, ctx.solver, ctx.controller, _ignore, Stats()
-                )
+                end, _ = integrate(_augmented(f), start, segment, ctx.solver, ctx.controller, _ignore, Stats())
                 a, a_theta = list(end.point[n : 2 * n]), end.point[2 * n :]
         ctx.stats.n_evals_backward, ctx.stats.n_vjps = f.n_evals, f.n_vjps
         return (None, None, None if t is None else torch.stack(a_t).to(t), *a, *a_theta)
@@ -138,11 +114,8 @@ def _augmented(f: Field) -> Callable[[Time, Tensors], Tensors]:
 
     def slope(t: Time, x: Tensors) -> Tensors:
         with torch.enable_grad():
-            u, pull = f.linearize(t, x[:n], x[n : 2 * n])
-        grads = [
-            torch.zeros_like(like) if g is None else -g
-            for g, like in zip(pull.z_theta, x[n:], strict=True)
-        ]
+            u, g, _ = f.linearize(t, x[:n], x[n : 2 * n])
+        grads = [torch.zeros_like(y) if dy is None else -dy for dy, y in zip(g, x[n:], strict=True)]
         return (*u, *grads)
 
     return slope

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchmali.controllers import StepController
 from torchmali.field import Field
+from torchmali.integrate import Emit, integrate
 from torchmali.solution import DoubleBackward, Stats
 from torchmali.solvers.base import Solver
-from torchmali.state import Tensors
+from torchmali.state import State, Tensors, Time
+from torchmali.tape import Tape
 
 
 @dataclass(frozen=True)
@@ -32,11 +36,14 @@ class Problem:
         """All that may get a gradient, in the order of the autograd.Functions' inputs."""
         return (self.t, *self.z0, *self.field.theta)
 
+    def integrate(self, z0: Tensors, times: Sequence[Time], emit: Emit, **how: Any) -> tuple[State, Tape]:
+        end, tape = integrate(self.field, z0, times, self.solver, self.controller, emit, self.stats, **how)
+        self.stats.n_evals_forward = self.field.n_evals
+        return end, tape
+
     @property
     def wants_gradient(self) -> bool:
-        return torch.is_grad_enabled() and any(
-            x is not None and x.requires_grad for x in self.inputs
-        )
+        return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in self.inputs)
 
 
 class GradientMethod(ABC):
@@ -49,21 +56,23 @@ class GradientMethod(ABC):
         """The solution at all times, each leaf of shape (len(times), *leaf.shape)."""
 
 
-class Outputs:
-    """Outputs written in place as they come: no list of states beside the stacked result."""
+def forward(problem: Problem, keep_every: int | None = None) -> tuple[Tensors, State, Tape]:
+    """Solve without a graph: the outputs, the end state and the tape."""
+    y = tuple(z.new_empty((len(problem.times), *z.shape)) for z in problem.z0)
 
-    def __init__(self, z0: Tensors, n_times: int):
-        self.y = tuple(x.new_empty((n_times, *x.shape)) for x in z0)
+    def emit(k: int, z: Tensors) -> None:
+        # Written in place as they come: no list of states beside the result.
+        for whole, part in zip(y, z, strict=True):
+            whole[k] = part
 
-    def __call__(self, k: int, z: Tensors) -> None:
-        for y, x in zip(self.y, z, strict=True):
-            y[k] = x
+    z0 = tuple(z.detach() for z in problem.z0)
+    return y, *problem.integrate(z0, problem.times, emit, keep_every=keep_every)
 
 
 def refuse_double_backward(method: str) -> None:
     """To be called in `backward`: grad mode is on there exactly under create_graph=True."""
     if torch.is_grad_enabled():
         raise DoubleBackward(
-            f"{method} gives first derivatives only, but backward was called with "
-            "create_graph=True. Use gradient=Naive() for second derivatives."
+            f"{method} gives first derivatives only, but backward was called with create_graph=True. Use "
+            "gradient=Naive() for second derivatives."
         )

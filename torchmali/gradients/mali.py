@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -12,7 +11,7 @@ from torch import Tensor
 from torchmali.controllers import StepController
 from torchmali.gradients.base import Problem
 from torchmali.gradients.replay import ReplayGradient
-from torchmali.solution import Incompatible, SolverWarning
+from torchmali.solution import Incompatible, warn
 from torchmali.solvers.base import ReversibleSolver, Solver
 from torchmali.state import Tensors
 
@@ -23,10 +22,9 @@ DRIFT_LIMIT = 1e-3  # a reconstruction of z0 worse than this (relative) is warne
 class MALI(ReplayGradient):
     """Gradients in memory independent of the number of steps (Algorithm 4).
 
-    The forward pass keeps the last state and the grid; the backward pass rebuilds each earlier
-    state with the solver's inverse. One evaluation of f per step serves for both the inverse and
-    the vector-Jacobian product. Exact up to round-off for undamped ALF; with damping, round-off
-    grows as |1 - 2 eta|**-n_steps (docs/limits.md).
+    The forward pass keeps the last state and the grid; the backward pass rebuilds each earlier state with the solver's
+    inverse. One evaluation of f per step serves for both the inverse and the vector-Jacobian product. Exact up to
+    round-off for undamped ALF; with damping, round-off grows as |1 - 2 eta|**-n_steps (docs/limits.md).
     """
 
     keep_every: ClassVar[int | None] = None
@@ -34,8 +32,8 @@ class MALI(ReplayGradient):
     def check(self, solver: Solver, controller: StepController) -> None:
         if not isinstance(solver, ReversibleSolver):
             raise Incompatible(
-                f"MALI needs a solver with an inverse, but {type(solver).__name__} has none. "
-                "Use solver=ALF(), or gradient=ACA()."
+                f"MALI needs a solver with an inverse, but {type(solver).__name__} has none. Use solver=ALF(), or "
+                "gradient=ACA()."
             )
         super().check(solver, controller)
 
@@ -45,24 +43,18 @@ class MALI(ReplayGradient):
         growth = solver.amplification(n_steps)
         error = growth * max(torch.finfo(z.dtype).eps for z in problem.z0)
         if error > DRIFT_LIMIT:
-            warnings.warn(
-                f"The inverse of {n_steps} damped steps ({solver}) amplifies round-off "
-                f"{growth:.1e} times, to about {error:.1e}: the gradient will be wrong. Use "
-                "eta=1, fewer steps, or gradient=ACA().",
-                SolverWarning,
-                stacklevel=2,
+            warn(
+                f"The inverse of {n_steps} damped steps ({solver}) amplifies round-off {growth:.1e} times, to about "
+                f"{error:.1e}: the gradient will be wrong. Use eta=1, fewer steps, or gradient=ACA()."
             )
 
     def judge_backward(self, rebuilt: Tensors, z0: Tensors, z_end: Tensors) -> float:
         error = _relative_distance(rebuilt, z0, z_end).item()
         if not error <= DRIFT_LIMIT:
-            warnings.warn(
-                f"MALI rebuilt the start of the solve with a relative error of {error:.2g} (limit "
-                f"{DRIFT_LIMIT:g}): round-off grew on the way back, or f is not the function it "
-                "was in the forward pass, and the gradient is about as wrong. Use "
-                "gradient=ACA(), a float64 state, eta=1, or a shorter time span.",
-                SolverWarning,
-                stacklevel=2,
+            warn(
+                f"MALI rebuilt the start of the solve with a relative error of {error:.2g} (limit {DRIFT_LIMIT:g}): "
+                "round-off grew on the way back, or f is not the function it was in the forward pass, and the "
+                "gradient is about as wrong. Use gradient=ACA(), a float64 state, eta=1, or a shorter time span."
             )
         return error
 

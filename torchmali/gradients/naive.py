@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 
 from torchmali.gradients.base import GradientMethod, Problem
-from torchmali.integrate import integrate
 from torchmali.state import Tensors, Traced
 
 
@@ -15,9 +14,9 @@ from torchmali.state import Tensors, Traced
 class Naive(GradientMethod):
     """Plain backpropagation through the accepted steps: exact, in memory of all their graphs.
 
-    The search for step sizes is not differentiated. `through_search=True` keeps rejected attempts
-    and the dependence of h on the state in the graph, as the paper describes the naive method:
-    deeper, larger, and no more right. Differentiable any number of times.
+    The search for step sizes is not differentiated. `through_search=True` keeps rejected attempts and the dependence of
+    h on the state in the graph, as the paper describes the naive method: deeper, larger, and no more right.
+    Differentiable any number of times.
     """
 
     through_search: bool = False
@@ -27,23 +26,8 @@ class Naive(GradientMethod):
         times = problem.times
         if problem.t is not None or self.through_search:
             # On the host: deciding where to step must not wait for a device.
-            t = (
-                torch.tensor(times, dtype=torch.float64)
-                if problem.t is None
-                else problem.t.to("cpu", torch.float64)
-            )
+            t = torch.tensor(times, dtype=torch.float64) if problem.t is None else problem.t.to("cpu", torch.float64)
             times = list(t.unbind())
-        problem.field.n_evals = 0
-        integrate(
-            problem.field,
-            problem.z0,
-            times,
-            problem.solver,
-            problem.controller,
-            lambda k, z: outputs.append(z),
-            problem.stats,
-            arithmetic=Traced,
-            through_search=self.through_search,
-        )
-        problem.stats.n_evals_forward = problem.field.n_evals
+        how = {"arithmetic": Traced, "through_search": self.through_search}
+        problem.integrate(problem.z0, times, lambda k, z: outputs.append(z), **how)
         return tuple(torch.stack(leaf) for leaf in zip(*outputs, strict=True))

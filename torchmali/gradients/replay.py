@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from torchmali.field import Field
-from torchmali.gradients.base import GradientMethod, Outputs, Problem, refuse_double_backward
-from torchmali.integrate import integrate
-from torchmali.solvers.base import Cotangent, Inside, Solver, accumulate
+from torchmali.gradients.base import GradientMethod, Problem, forward, refuse_double_backward
+from torchmali.solvers.base import Cotangent, Inside, Passed, Solver, accumulate
 from torchmali.state import Floats, State, Tensors
-from torchmali.tape import Output, Refresh, Step, Tape
+from torchmali.tape import Output, Refresh, Step
 
 
 class ReplayGradient(GradientMethod):
@@ -26,8 +25,7 @@ class ReplayGradient(GradientMethod):
 
     def solve(self, problem: Problem) -> Tensors:
         if not problem.wants_gradient:
-            outputs, _, _ = _forward(problem, None)
-            return outputs
+            return forward(problem)[0]
         return _Replay.apply(self, problem, *problem.inputs)  # type: ignore[return-value]
 
     def judge_forward(self, problem: Problem) -> None:
@@ -37,37 +35,14 @@ class ReplayGradient(GradientMethod):
         """Compare the start with what the walk made of it; gives Stats.reconstruction_error."""
 
 
-def _forward(problem: Problem, keep_every: int | None) -> tuple[Tensors, State, Tape]:
-    outputs = Outputs(problem.z0, len(problem.times))
-    problem.field.n_evals = 0
-    state, tape = integrate(
-        problem.field,
-        tuple(z.detach() for z in problem.z0),
-        problem.times,
-        problem.solver,
-        problem.controller,
-        outputs,
-        problem.stats,
-        keep_every=keep_every,
-    )
-    problem.stats.n_evals_forward = problem.field.n_evals
-    return outputs.y, state, tape
-
-
 class _Replay(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, method: ReplayGradient, problem: Problem, *inputs: Tensor | None
-    ) -> Tensors:
-        outputs, end, tape = _forward(problem, method.keep_every)
+    def forward(ctx: Any, method: ReplayGradient, problem: Problem, *inputs: Tensor | None) -> Tensors:
+        outputs, end, tape = forward(problem, method.keep_every)
         method.judge_forward(problem)
         ctx.set_materialize_grads(False)
-        ctx.method, ctx.events = method, tape.events
-        ctx.field, ctx.solver, ctx.stats = (
-            problem.field.without_theta(),
-            problem.solver,
-            problem.stats,
-        )
+        ctx.method, ctx.events, ctx.stats = method, tape.events, problem.stats
+        ctx.field, ctx.solver = problem.field.without_theta(), problem.solver
         ctx.sizes = len(problem.times), len(problem.z0), len(problem.field.theta), len(end.slope)
         ctx.save_for_backward(*inputs, *end.point, *end.slope, *tape.kept)
         return outputs
@@ -80,9 +55,7 @@ class _Replay(torch.autograd.Function):
         t, z0, theta, point, slope, kept = _split(saved, 1, n, n_theta, n, n_slopes)
         f = ctx.field.with_theta(theta, wants_t=ctx.needs_input_grad[2])
         with torch.enable_grad():  # for f; nothing else here requires a gradient
-            state, a, a_t = walk(
-                f, ctx.solver, ctx.events, Floats(point, slope).fork(), kept, grad_y, n_times
-            )
+            state, a, a_t = walk(f, ctx.solver, ctx.events, Floats(point, slope).fork(), kept, grad_y, n_times)
         ctx.stats.n_evals_backward, ctx.stats.n_vjps = f.n_evals, f.n_vjps
         ctx.stats.reconstruction_error = ctx.method.judge_backward(state.point, z0, point)
         return (None, None, a_t.to(t[0]) if f.wants_t else None, *a.z, *a.theta)
@@ -108,9 +81,8 @@ def walk(
 ) -> tuple[State, Cotangent, Tensor]:
     """Pull dL/dy back over the tape: the state at its start, dL/d(z, v, theta) there, and dL/dt.
 
-    Gradients of times hold h fixed: a grid point inside a segment moves with the segment's start,
-    the last one with its end. `end` is the output time with which the boundary at hand moves,
-    `start` that of the segment's start.
+    Gradients of times hold h fixed: a grid point inside a segment moves with the segment's start, the last one with its
+    end. `end` is the output time with which the boundary at hand moves, `start` that of the segment's start.
     """
     n, n_slopes = len(state.point), len(state.slope)
     a = Cotangent(state, len(f.theta))
@@ -123,10 +95,8 @@ def walk(
             before = None
             if event.before is not None:
                 split = event.before + n
-                before = Floats(
-                    tuple(kept[event.before : split]), tuple(kept[split : split + n_slopes])
-                )
-            state = solver.pullback(f, event, before, state, a, inside)
+                before = Floats(tuple(kept[event.before : split]), tuple(kept[split : split + n_slopes]))
+            state = solver.pullback(f, Passed(event.t0, event.t1, before, inside), state, a)
             if f.wants_t:
                 a_t[start] = a_t[start] + a.t0
                 a_t[end] = a_t[end] + a.t1
@@ -144,15 +114,13 @@ def walk(
                 end = landed.pop()
                 start = landed[-1] if landed else end
         else:
-            _, g = f.linearize(event.t, state.point, a.v)
-            accumulate(a.sums, g.z_theta)
+            _, g, g_t = f.linearize(event.t, state.point, a.v)
+            accumulate(a.sums, g)
             torch._foreach_zero_(a.v)
-            if g.t is not None:
-                a_t[end] = a_t[end] + g.t
+            if g_t is not None:
+                a_t[end] = a_t[end] + g_t
     return state, a, _stacked(a_t, f)
 
 
 def _stacked(a_t: Sequence[Tensor | float], f: Field) -> Tensor:
-    return torch.stack(
-        [x.to(f.device, f.t_dtype) if isinstance(x, Tensor) else f.time(x) for x in a_t]
-    )
+    return torch.stack([x.to(f.device, f.t_dtype) if isinstance(x, Tensor) else f.time(x) for x in a_t])

@@ -4,40 +4,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from torchmali.state import Arithmetic, State, Tensors, Time, add_
-from torchmali.tape import Step
+from torchmali.field import Field
+from torchmali.state import State, Tensors, Time, add_
 
 Slope = Callable[[Time, Tensors], Tensors]  # f on leaves
-
-
-class Pull(NamedTuple):
-    """A vector-Jacobian product of f; None where f does not depend on the input."""
-
-    t: Tensor | None
-    z_theta: Sequence[Tensor | None]  # for the leaves of z, then for theta
-
-
-class Differentiable(Protocol):
-    """f as the backward walk needs it (torchmali.field.Field)."""
-
-    wants_t: bool
-    theta: list[Tensor]
-
-    def __call__(self, t: Time, z: Tensors) -> Tensors: ...
-    def time(self, t: Time) -> Tensor: ...
-    def linearize(self, t: Time, z: Tensors, a: Sequence[Tensor]) -> tuple[Tensors, Pull]: ...
-    def vjp(
-        self,
-        outputs: Sequence[Tensor],
-        inputs: Sequence[Tensor],
-        a: Sequence[Tensor | None],
-        n_evals: int = 1,
-    ) -> list[Tensor | None]: ...
 
 
 class Attempt(NamedTuple):
@@ -85,14 +60,22 @@ class Inside(NamedTuple):
     """An output read from the interpolant of a step, with its dL/dy."""
 
     k: int
-    t: Time
+    t: Any
     a: Sequence[Tensor | None]
+
+
+class Passed(NamedTuple):
+    """A step as the backward walk meets it."""
+
+    t0: Any
+    t1: Any
+    before: State | None  # the state at t0, where the tape kept it
+    inside: Sequence[Inside]
 
 
 class Solver(ABC):
     """A one-step method. An immutable value: two solves never influence each other."""
 
-    error_order: ClassVar[int | None]  # q in error = O(h^q) of the estimate; None: no estimate
     interpolates: ClassVar[bool]  # it has an interpolant as accurate as its steps
 
     @property
@@ -100,10 +83,13 @@ class Solver(ABC):
     def order(self) -> int:
         """p in global error = O(h^p)."""
 
+    @property
     @abstractmethod
-    def start(
-        self, f: Slope, t0: Time, z0: Tensors, arithmetic: Arithmetic
-    ) -> tuple[State, Tensors | None]:
+    def error_order(self) -> int | None:
+        """q in error = O(h^q) of the estimate; None: there is none."""
+
+    @abstractmethod
+    def start(self, f: Slope, t0: Time, z0: Tensors, arithmetic: type[State]) -> tuple[State, Tensors | None]:
         """The first state and carry, from one evaluation of f."""
 
     @abstractmethod
@@ -111,9 +97,7 @@ class Solver(ABC):
         """f at the start of a solve, from what `start` returned."""
 
     @abstractmethod
-    def step(
-        self, f: Slope, t0: Time, t1: Time, state: State, carry: Tensors | None, adaptive: bool
-    ) -> Attempt:
+    def step(self, f: Slope, t0: Time, t1: Time, state: State, carry: Tensors | None, adaptive: bool) -> Attempt:
         """psi over [t0, t1]; leaves `state` as it is."""
 
     @abstractmethod
@@ -123,20 +107,10 @@ class Solver(ABC):
         """z at times inside the step from `state` to `attempt`, and the carry for the next step."""
 
     @abstractmethod
-    def pullback(
-        self,
-        f: Differentiable,
-        step: Step,
-        before: State | None,
-        state: State,
-        a: Cotangent,
-        inside: Sequence[Inside],
-    ) -> State:
-        """Take `a` from the end of a step to its start and return the state there.
+    def pullback(self, f: Field, step: Passed, state: State, a: Cotangent) -> State:
+        """Take `a` from the end of a step, where `state` is, to its start; return the state there.
 
-        `before` is the state at the start where the tape kept it; `state` is the one at the end and
-        may be worked on in place. dL/dt0 and dL/dt1 of the step are left in `a`, outputs inside the
-        step are included.
+        Works in place on both. dL/dt0 and dL/dt1 of the step are left in `a`.
         """
 
 

@@ -1,6 +1,4 @@
-"""Explicit Runge-Kutta solvers: one step, interpolant and pullback for all of them, and a tableau
-for each.
-"""
+"""Explicit Runge-Kutta solvers: one step, interpolant and pullback for all of them, and a tableau for each."""
 
 from __future__ import annotations
 
@@ -11,17 +9,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from torchmali.solvers.base import (
-    Attempt,
-    Cotangent,
-    Differentiable,
-    Inside,
-    Slope,
-    Solver,
-    accumulate,
-)
-from torchmali.state import Arithmetic, State, Tensors, Time, combine
-from torchmali.tape import Step
+from torchmali.field import Field
+from torchmali.solvers.base import Attempt, Cotangent, Passed, Slope, Solver, accumulate
+from torchmali.state import State, Tensors, Time, combine
 
 Row = tuple[float, ...]
 
@@ -31,26 +21,21 @@ def _sparse(row: Sequence[float]) -> list[tuple[int, float]]:
 
 
 def _hermite(b: Row) -> tuple[Row, ...]:
-    """The cubic through z0, z1 with slopes k_1 and f(t1, z1), as polynomials in theta for each
-    stage.
-    """
+    """The cubic through z0, z1 with slopes k_1 and f(t1, z1), as polynomials in theta for each stage."""
     rows = [[0.0, 3 * w, -2 * w] for w in b] + [[0.0, -1.0, 1.0]]
     rows[0] = [x + y for x, y in zip(rows[0], (1.0, -2.0, 1.0), strict=True)]
     return tuple(map(tuple, rows))
 
 
 class Tableau:
-    """Coefficients of an explicit method. The slope at the end, f(t1, z1), counts as one more stage
-    after the last.
+    """Coefficients of an explicit method. The slope at the end, f(t1, z1), counts as one more stage after the last.
 
-    a: one row for each stage after the first. e: weights of the error estimate; where it uses the
-    end slope the method is FSAL. dense: for each stage (and the end slope) the coefficients of
-    theta, theta^2, ... of the interpolant; None means cubic Hermite.
+    a: one row for each stage after the first. e: weights of the error estimate; where it uses the end slope the method
+    is FSAL. dense: for each stage (and the end slope) the coefficients of theta, theta^2, ... of the interpolant; None
+    means cubic Hermite.
     """
 
-    def __init__(
-        self, order: int, a: Sequence[Row], b: Row, e: Row = (), dense: Sequence[Row] | None = None
-    ):
+    def __init__(self, order: int, a: Sequence[Row], b: Row, e: Row = (), dense: Sequence[Row] | None = None):
         self.order = order
         self.c = [sum(row) for row in a]
         self.a = [_sparse(row) for row in a]
@@ -61,29 +46,29 @@ class Tableau:
         self.dense = [(j, row) for j, row in enumerate(dense or _hermite(b)) if any(row)]
 
 
+@dataclass(frozen=True)
 class RungeKutta(Solver):
     """A one-step explicit method given by its tableau."""
 
     tableau: ClassVar[Tableau]
     interpolates: ClassVar[bool] = True
-    error_order: ClassVar[int | None] = None
 
     @property
     def order(self) -> int:
         return self.tableau.order
 
-    def start(
-        self, f: Slope, t0: Time, z0: Tensors, arithmetic: Arithmetic
-    ) -> tuple[State, Tensors]:
-        return arithmetic(z0, ()), f(t0, z0)
+    @property
+    def error_order(self) -> int | None:
+        return self.order if self.tableau.e else None  # the embedded method is one order lower
+
+    def start(self, f: Slope, t0: Time, z0: Tensors, arithmetic: type[State]) -> tuple[State, Tensors]:
+        return arithmetic(z0), f(t0, z0)
 
     def slope(self, state: State, carry: Tensors | None) -> Tensors:
         assert carry is not None
         return carry
 
-    def step(
-        self, f: Slope, t0: Time, t1: Time, state: State, carry: Tensors | None, adaptive: bool
-    ) -> Attempt:
+    def step(self, f: Slope, t0: Time, t1: Time, state: State, carry: Tensors | None, adaptive: bool) -> Attempt:
         tableau, h, z = self.tableau, t1 - t0, state.point
         k = [f(t0, z) if carry is None else carry]
         for c, row in zip(tableau.c, tableau.a, strict=True):
@@ -95,7 +80,7 @@ class RungeKutta(Solver):
                 end_slope = f(t1, z_out)
                 k.append(end_slope)
             error = _moved(None, h, tableau.e, k)
-        return Attempt(_at(state, z_out), error, end_slope, k)
+        return Attempt(type(state)(z_out), error, end_slope, k)
 
     def interpolate(
         self, f: Slope, t0: Time, t1: Time, state: State, attempt: Attempt, times: Sequence[Time]
@@ -110,25 +95,16 @@ class RungeKutta(Solver):
             outputs.append(_moved(state.point, h, weights, k))
         return outputs, k[-1]
 
-    def pullback(
-        self,
-        f: Differentiable,
-        step: Step,
-        before: State | None,
-        state: State,
-        a: Cotangent,
-        inside: Sequence[Inside],
-    ) -> State:
+    def pullback(self, f: Field, step: Passed, state: State, a: Cotangent) -> State:
         # A local forward step with a graph, from the kept state; autograd does the rest.
+        before, inside = step.before, step.inside
         assert before is not None
         z = tuple(x.detach().requires_grad_() for x in before.point)
         t0, t1 = step.t0, step.t1
         times = [output.t for output in inside]
         if f.wants_t:
-            t0, t1, *times = (
-                torch.tensor(t, dtype=torch.float64).requires_grad_() for t in (t0, t1, *times)
-            )
-        local = _at(before, z)
+            t0, t1, *times = (torch.tensor(t, dtype=torch.float64).requires_grad_() for t in (t0, t1, *times))
+        local = type(before)(z)
         attempt = self.step(f, t0, t1, local, None, adaptive=False)
         outputs = [*attempt.state.point]
         grads: list[Tensor | None] = [*a.z]
@@ -147,9 +123,7 @@ class RungeKutta(Solver):
         return before
 
 
-def _moved(
-    z: Tensors | None, h: Time, row: Sequence[tuple[int, Time]], k: Sequence[Tensors]
-) -> Tensors:
+def _moved(z: Tensors | None, h: Time, row: Sequence[tuple[int, Time]], k: Sequence[Tensors]) -> Tensors:
     return combine(z, [h * w for _, w in row], [k[j] for j, _ in row])
 
 
@@ -160,79 +134,58 @@ def _horner(row: Row, theta: Time) -> Time:
     return total
 
 
-def _at(state: State, z: Tensors) -> State:
-    return type(state)(z, ())  # type: ignore[call-arg]
-
-
-@dataclass(frozen=True)
 class Euler(RungeKutta):
     """Explicit Euler, order 1."""
 
-    tableau: ClassVar[Tableau] = Tableau(1, [], (1.0,))
+    tableau = Tableau(1, [], (1.0,))
 
 
-@dataclass(frozen=True)
 class Midpoint(RungeKutta):
     """Explicit midpoint, order 2: the paper's RK2."""
 
-    tableau: ClassVar[Tableau] = Tableau(2, [(1 / 2,)], (0.0, 1.0))
+    tableau = Tableau(2, [(1 / 2,)], (0.0, 1.0))
 
 
-@dataclass(frozen=True)
 class Heun(RungeKutta):
     """Heun's second-order method (explicit trapezoid)."""
 
-    tableau: ClassVar[Tableau] = Tableau(2, [(1.0,)], (1 / 2, 1 / 2))
+    tableau = Tableau(2, [(1.0,)], (1 / 2, 1 / 2))
 
 
-@dataclass(frozen=True)
 class Heun3(RungeKutta):
     """Heun's third-order method."""
 
-    tableau: ClassVar[Tableau] = Tableau(3, [(1 / 3,), (0.0, 2 / 3)], (1 / 4, 0.0, 3 / 4))
+    tableau = Tableau(3, [(1 / 3,), (0.0, 2 / 3)], (1 / 4, 0.0, 3 / 4))
 
 
-@dataclass(frozen=True)
 class RK4(RungeKutta):
     """The classic fourth-order method, as in the paper."""
 
-    tableau: ClassVar[Tableau] = Tableau(
-        4, [(1 / 2,), (0.0, 1 / 2), (0.0, 0.0, 1.0)], (1 / 6, 1 / 3, 1 / 3, 1 / 6)
-    )
+    tableau = Tableau(4, [(1 / 2,), (0.0, 1 / 2), (0.0, 0.0, 1.0)], (1 / 6, 1 / 3, 1 / 3, 1 / 6))
 
 
-@dataclass(frozen=True)
 class RK4ThreeEighths(RungeKutta):
     """Kutta's 3/8 rule, order 4: what torchdiffeq calls "rk4"."""
 
-    tableau: ClassVar[Tableau] = Tableau(
-        4, [(1 / 3,), (-1 / 3, 1.0), (1.0, -1.0, 1.0)], (1 / 8, 3 / 8, 3 / 8, 1 / 8)
-    )
+    tableau = Tableau(4, [(1 / 3,), (-1 / 3, 1.0), (1.0, -1.0, 1.0)], (1 / 8, 3 / 8, 3 / 8, 1 / 8))
 
 
-@dataclass(frozen=True)
 class HeunEuler(RungeKutta):
     """Heun-Euler 2(1): the paper's RK12."""
 
-    tableau: ClassVar[Tableau] = Tableau(2, [(1.0,)], (1 / 2, 1 / 2), e=(-1 / 2, 1 / 2))
-    error_order: ClassVar[int | None] = 2
+    tableau = Tableau(2, [(1.0,)], (1 / 2, 1 / 2), e=(-1 / 2, 1 / 2))
 
 
-@dataclass(frozen=True)
 class Bosh3(RungeKutta):
     """Bogacki-Shampine 3(2) (1989): the paper's RK23. FSAL."""
 
-    tableau: ClassVar[Tableau] = Tableau(
-        3, [(1 / 2,), (0.0, 3 / 4)], (2 / 9, 1 / 3, 4 / 9), e=(-5 / 72, 1 / 12, 1 / 9, -1 / 8)
-    )
-    error_order: ClassVar[int | None] = 3
+    tableau = Tableau(3, [(1 / 2,), (0.0, 3 / 4)], (2 / 9, 1 / 3, 4 / 9), e=(-5 / 72, 1 / 12, 1 / 9, -1 / 8))
 
 
-@dataclass(frozen=True)
 class Dopri5(RungeKutta):
     """Dormand-Prince 5(4) (1980), FSAL, with Shampine's quartic interpolant (1986)."""
 
-    tableau: ClassVar[Tableau] = Tableau(
+    tableau = Tableau(
         5,
         [
             (1 / 5,),
@@ -246,232 +199,91 @@ class Dopri5(RungeKutta):
         dense=[
             (1.0, -8048581381 / 2820520608, 8663915743 / 2820520608, -12715105075 / 11282082432),
             (0.0, 0.0, 0.0, 0.0),
-            (
-                0.0,
-                131558114200 / 32700410799,
-                -68118460800 / 10900136933,
-                87487479700 / 32700410799,
-            ),
+            (0.0, 131558114200 / 32700410799, -68118460800 / 10900136933, 87487479700 / 32700410799),
             (0.0, -1754552775 / 470086768, 14199869525 / 1410260304, -10690763975 / 1880347072),
-            (
-                0.0,
-                127303824393 / 49829197408,
-                -318862633887 / 49829197408,
-                701980252875 / 199316789632,
-            ),
+            (0.0, 127303824393 / 49829197408, -318862633887 / 49829197408, 701980252875 / 199316789632),
             (0.0, -282668133 / 205662961, 2019193451 / 616988883, -1453857185 / 822651844),
             (0.0, 40617522 / 29380423, -110615467 / 29380423, 69997945 / 29380423),
         ],
     )
-    error_order: ClassVar[int | None] = 5
 
 
-def _quartic(scale: float, p: tuple[float, float], q: tuple[float, float]) -> Row:
-    """scale * theta^2 (theta - p0)... given as scale * (theta^2 + p0 theta + p1)(q0 theta^2 + q1
-    theta).
-    """
-    return (
-        scale * p[1] * q[1],
-        scale * (p[0] * q[1] + p[1] * q[0]),
-        scale * (q[1] + p[0] * q[0]),
-        scale * q[0],
-    )
+def _factored(c: float, root: float, p: float, q: float) -> Row:
+    """c theta (theta - root)(theta^2 - p theta + q), as coefficients of theta, ..., theta^4."""
+    return -c * root * q, c * (q + root * p), -c * (p + root), c
 
 
-@dataclass(frozen=True)
+# fmt: off
 class Tsit5(RungeKutta):
     """Tsitouras 5(4) (2011), FSAL, with its own fourth-order interpolant."""
 
-    tableau: ClassVar[Tableau] = Tableau(
+    tableau = Tableau(
         5,
         [
             (0.161,),
             (-0.008480655492356989, 0.335480655492357),
             (2.8971530571054935, -6.359448489975075, 4.3622954328695815),
             (5.325864828439257, -11.748883564062828, 7.4955393428898365, -0.09249506636175525),
-            (
-                5.86145544294642,
-                -12.92096931784711,
-                8.159367898576159,
-                -0.071584973281401,
-                -0.028269050394068383,
-            ),
+            (5.86145544294642, -12.92096931784711, 8.159367898576159, -0.071584973281401, -0.028269050394068383),
         ],
-        (
-            0.09646076681806523,
-            0.01,
-            0.4798896504144996,
-            1.379008574103742,
-            -3.290069515436081,
-            2.324710524099774,
-        ),
-        e=(
-            -0.00178001105222577714,
-            -0.0008164344596567469,
-            0.007880878010261995,
-            -0.1447110071732629,
-            0.5823571654525552,
-            -0.45808210592918697,
-            0.015151515151515152,
-        ),
+        (0.09646076681806523, 0.01, 0.4798896504144996, 1.379008574103742, -3.290069515436081, 2.324710524099774),
+        e=(-0.00178001105222577714, -0.0008164344596567469, 0.007880878010261995,
+           -0.1447110071732629, 0.5823571654525552, -0.45808210592918697, 0.015151515151515152),
         dense=[
-            _quartic(
-                -1.0530884977290216,
-                (-1.4364028541716351, 0.7139816917074209),
-                (1.0, -1.3299890189751412),
-            ),
-            _quartic(0.1017, (-2.1966568338249754, 1.2949852507374631), (1.0, 0.0)),
-            _quartic(2.490627285651252793, (-2.38535645472061657, 1.57803468208092486), (1.0, 0.0)),
-            _quartic(
-                -16.54810288924490272,
-                (
-                    -1.21712927295533244 - 0.61620406037800089,
-                    1.21712927295533244 * 0.61620406037800089,
-                ),
-                (1.0, 0.0),
-            ),
-            _quartic(
-                47.37952196281928122,
-                (
-                    -1.203071208372362603 - 0.658047292653547382,
-                    1.203071208372362603 * 0.658047292653547382,
-                ),
-                (1.0, 0.0),
-            ),
-            _quartic(-34.87065786149660974, (-1.2 - 2 / 3, 0.8), (1.0, 0.0)),
-            _quartic(2.5, (-1.6, 0.6), (1.0, 0.0)),
+            _factored(-1.0530884977290216, 1.3299890189751412, 1.4364028541716351, 0.7139816917074209),
+            _factored(0.1017, 0.0, 2.1966568338249754, 1.2949852507374631),
+            _factored(2.490627285651252793, 0.0, 2.38535645472061657, 1.57803468208092486),
+            _factored(-16.54810288924490272, 0.0, 1.21712927295533244 + 0.61620406037800089,
+                      1.21712927295533244 * 0.61620406037800089),
+            _factored(47.37952196281928122, 0.0, 1.203071208372362603 + 0.658047292653547382,
+                      1.203071208372362603 * 0.658047292653547382),
+            _factored(-34.87065786149660974, 0.0, 1.2 + 2 / 3, 1.2 * 2 / 3),
+            _factored(2.5, 0.0, 1.6, 0.6),
         ],
     )
-    error_order: ClassVar[int | None] = 5
 
 
-_DOPRI8_B = (
-    14005451 / 335480064,
-    0.0,
-    0.0,
-    0.0,
-    0.0,
-    -59238493 / 1068277825,
-    181606767 / 758867731,
-    561292985 / 797845732,
-    -1041891430 / 1371343529,
-    760417239 / 1151165299,
-    118820643 / 751138087,
-    -528747749 / 2220607170,
-    1 / 4,
-)
-_DOPRI8_B7 = (
-    13451932 / 455176623,
-    0.0,
-    0.0,
-    0.0,
-    0.0,
-    -808719846 / 976000145,
-    1757004468 / 5645159321,
-    656045339 / 265891186,
-    -3867574721 / 1518517206,
-    465885868 / 322736535,
-    53011238 / 667516719,
-    2 / 45,
-    0.0,
-)
+_DOPRI8_B = (14005451 / 335480064, 0, 0, 0, 0, -59238493 / 1068277825, 181606767 / 758867731,
+             561292985 / 797845732, -1041891430 / 1371343529, 760417239 / 1151165299,
+             118820643 / 751138087, -528747749 / 2220607170, 1 / 4)
+_DOPRI8_B7 = (13451932 / 455176623, 0, 0, 0, 0, -808719846 / 976000145, 1757004468 / 5645159321,
+              656045339 / 265891186, -3867574721 / 1518517206, 465885868 / 322736535,
+              53011238 / 667516719, 2 / 45, 0)
 
 
-@dataclass(frozen=True)
 class Dopri8(RungeKutta):
     """Prince-Dormand 8(7) with 13 stages (1981).
 
     It has no interpolant of its own order, so its steps land on the output times.
     """
 
-    tableau: ClassVar[Tableau] = Tableau(
+    tableau = Tableau(
         8,
         [
             (1 / 18,),
             (1 / 48, 1 / 16),
-            (1 / 32, 0.0, 3 / 32),
-            (5 / 16, 0.0, -75 / 64, 75 / 64),
-            (3 / 80, 0.0, 0.0, 3 / 16, 3 / 20),
-            (
-                29443841 / 614563906,
-                0.0,
-                0.0,
-                77736538 / 692538347,
-                -28693883 / 1125000000,
-                23124283 / 1800000000,
-            ),
-            (
-                16016141 / 946692911,
-                0.0,
-                0.0,
-                61564180 / 158732637,
-                22789713 / 633445777,
-                545815736 / 2771057229,
-                -180193667 / 1043307555,
-            ),
-            (
-                39632708 / 573591083,
-                0.0,
-                0.0,
-                -433636366 / 683701615,
-                -421739975 / 2616292301,
-                100302831 / 723423059,
-                790204164 / 839813087,
-                800635310 / 3783071287,
-            ),
-            (
-                246121993 / 1340847787,
-                0.0,
-                0.0,
-                -37695042795 / 15268766246,
-                -309121744 / 1061227803,
-                -12992083 / 490766935,
-                6005943493 / 2108947869,
-                393006217 / 1396673457,
-                123872331 / 1001029789,
-            ),
-            (
-                -1028468189 / 846180014,
-                0.0,
-                0.0,
-                8478235783 / 508512852,
-                1311729495 / 1432422823,
-                -10304129995 / 1701304382,
-                -48777925059 / 3047939560,
-                15336726248 / 1032824649,
-                -45442868181 / 3398467696,
-                3065993473 / 597172653,
-            ),
-            (
-                185892177 / 718116043,
-                0.0,
-                0.0,
-                -3185094517 / 667107341,
-                -477755414 / 1098053517,
-                -703635378 / 230739211,
-                5731566787 / 1027545527,
-                5232866602 / 850066563,
-                -4093664535 / 808688257,
-                3962137247 / 1805957418,
-                65686358 / 487910083,
-            ),
-            (
-                403863854 / 491063109,
-                0.0,
-                0.0,
-                -5068492393 / 434740067,
-                -411421997 / 543043805,
-                652783627 / 914296604,
-                11173962825 / 925320556,
-                -13158990841 / 6184727034,
-                3936647629 / 1978049680,
-                -160528059 / 685178525,
-                248638103 / 1413531060,
-                0.0,
-            ),
+            (1 / 32, 0, 3 / 32),
+            (5 / 16, 0, -75 / 64, 75 / 64),
+            (3 / 80, 0, 0, 3 / 16, 3 / 20),
+            (29443841 / 614563906, 0, 0, 77736538 / 692538347, -28693883 / 1125000000, 23124283 / 1800000000),
+            (16016141 / 946692911, 0, 0, 61564180 / 158732637, 22789713 / 633445777, 545815736 / 2771057229,
+             -180193667 / 1043307555),
+            (39632708 / 573591083, 0, 0, -433636366 / 683701615, -421739975 / 2616292301, 100302831 / 723423059,
+             790204164 / 839813087, 800635310 / 3783071287),
+            (246121993 / 1340847787, 0, 0, -37695042795 / 15268766246, -309121744 / 1061227803, -12992083 / 490766935,
+             6005943493 / 2108947869, 393006217 / 1396673457, 123872331 / 1001029789),
+            (-1028468189 / 846180014, 0, 0, 8478235783 / 508512852, 1311729495 / 1432422823,
+             -10304129995 / 1701304382, -48777925059 / 3047939560, 15336726248 / 1032824649,
+             -45442868181 / 3398467696, 3065993473 / 597172653),
+            (185892177 / 718116043, 0, 0, -3185094517 / 667107341, -477755414 / 1098053517, -703635378 / 230739211,
+             5731566787 / 1027545527, 5232866602 / 850066563, -4093664535 / 808688257, 3962137247 / 1805957418,
+             65686358 / 487910083),
+            (403863854 / 491063109, 0, 0, -5068492393 / 434740067, -411421997 / 543043805, 652783627 / 914296604,
+             11173962825 / 925320556, -13158990841 / 6184727034, 3936647629 / 1978049680, -160528059 / 685178525,
+             248638103 / 1413531060, 0),
         ],
         _DOPRI8_B,
         e=tuple(x - y for x, y in zip(_DOPRI8_B, _DOPRI8_B7, strict=True)),
     )
-    error_order: ClassVar[int | None] = 8
-    interpolates: ClassVar[bool] = False
+    interpolates = False
+# fmt: on

@@ -1,0 +1,83 @@
+"""Measuring side by side: interleaved rounds in random order, ratios paired within a round.
+
+Times are CPU seconds of this process on one thread and (where the system allows) one pinned core; a
+ratio is the median over rounds of the ratio within a round, with its quartiles. Differences below
+the quartiles' distance are not resolved.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.progress import Progress
+
+RECORDS = Path(__file__).parent / "records"
+Run = Callable[[], object]
+
+
+def quiet_down() -> None:
+    """One thread, one core: the rest of the machine should matter as little as possible."""
+    torch.set_num_threads(1)
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+
+
+def time_side_by_side(runs: Mapping[str, Run], rounds: int, title: str) -> dict[str, list[float]]:
+    """CPU seconds of every run in every round. Each round times every run once, in random order."""
+    order = random.Random(0)
+    names = list(runs)
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for name in names:  # warm up
+        runs[name]()
+        runs[name]()
+    with Progress(transient=True) as progress:
+        for _ in progress.track(range(rounds), description=title):
+            for name in order.sample(names, len(names)):
+                start = time.process_time()
+                runs[name]()
+                seconds[name].append(time.process_time() - start)
+    return seconds
+
+
+def paired_ratio(a: list[float], b: list[float]) -> dict[str, float]:
+    """a / b within each round: the median and its quartiles."""
+    lower, median, upper = statistics.quantiles([x / y for x, y in zip(a, b, strict=True)], n=4)
+    return {"median": median, "lower": lower, "upper": upper}
+
+
+def header(command: str, packages: tuple[str, ...]) -> dict[str, Any]:
+    """What was run, with what, on what kind of machine."""
+    return {
+        "command": command,
+        "date": datetime.now(timezone.utc).date().isoformat(),
+        "python": platform.python_version(),
+        "packages": {name: metadata.version(name) for name in packages},
+        "system": f"{platform.system()} {platform.machine()}",
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "load_average": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
+        "device": "cpu",
+    }
+
+
+def write_record(name: str, record: Mapping[str, Any]) -> Path:
+    RECORDS.mkdir(exist_ok=True)
+    path = RECORDS / f"{name}.json"
+    path.write_text(json.dumps(record, indent=1) + "\n")
+    return path
+
+
+def command_line(module: str) -> str:
+    return " ".join(["python -m", module, *sys.argv[1:]])

@@ -1,0 +1,114 @@
+"""The house has rooms: who may import whom, and how large the core may grow."""
+
+import ast
+import io
+import tokenize
+from pathlib import Path
+
+import pytest
+
+CORE = Path(__file__).parent.parent / "torchmali"
+ROOMS = [  # a room may import those named before it
+    "state",
+    "solution",
+    "measure",
+    "tape",
+    "field",
+    "solvers.base",
+    "solvers.leapfrog",
+    "solvers.runge_kutta",
+    "controllers",
+    "integrate",
+    "gradients.base",
+    "gradients.naive",
+    "gradients.adjoint",
+    "gradients.replay",
+    "gradients.aca",
+    "gradients.mali",
+    "odeint",
+    "__init__",
+]
+FORBIDDEN = {  # finer than the order above: importing room -> what it must not know
+    "integrate": ("field", "solvers.leapfrog", "solvers.runge_kutta"),
+    "controllers": ("field", "tape", "solvers.leapfrog", "solvers.runge_kutta"),
+    "gradients.replay": ("solvers.leapfrog", "solvers.runge_kutta"),
+    "gradients.adjoint": ("gradients.replay", "solvers.leapfrog", "solvers.runge_kutta"),
+    "solvers.runge_kutta": ("solvers.leapfrog",),
+}
+SOURCES = [path for path in sorted(CORE.rglob("*.py")) if path.read_text().strip()]
+MAX_LINES = 1500
+
+
+def room(path: Path) -> str:
+    return ".".join(path.relative_to(CORE).with_suffix("").parts)
+
+
+def imports(path: Path) -> set[str]:
+    tree = ast.parse(path.read_text())
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"relative import in {path.name}"
+            found.add(node.module or "")
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    return found
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=room)
+def test_imports_go_in_one_direction(path: Path):
+    assert room(path) in ROOMS, "a new room needs a place in the order"
+    allowed = set(ROOMS[: ROOMS.index(room(path))]) - set(FORBIDDEN.get(room(path), ()))
+    for prefix in FORBIDDEN.get(room(path), ()):
+        allowed -= {other for other in allowed if other.startswith(prefix)}
+    for name in imports(path):
+        if name.startswith("torchmali"):
+            assert name.removeprefix("torchmali.") in allowed, f"{room(path)} imports {name}"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=room)
+def test_the_core_needs_torch_and_the_standard_library_alone(path: Path):
+    standard = {
+        "__future__", "abc", "collections", "contextlib", "copy", "dataclasses", "functools", "itertools", "math", "types",
+        "typing", "warnings", "weakref",
+    }  # fmt: skip
+    for name in imports(path):
+        assert name.split(".")[0] in standard | {"torch", "torchmali"}, f"{room(path)}: {name}"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=room)
+def test_imports_stand_at_the_top(path: Path):
+    tree = ast.parse(path.read_text())
+    top = {id(node) for node in tree.body}
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            assert id(node) in top, f"lazy import in {path.name}, line {node.lineno}"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=room)
+def test_the_core_neither_prints_nor_reads_options_from_globals(path: Path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        assert not isinstance(node, ast.Global)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            assert node.func.id != "print"
+
+
+def lines_of_code(path: Path) -> int:
+    """Lines that hold code: no blank lines, comments or docstrings."""
+    source = path.read_text()
+    docstrings: set[int] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node):
+            first = node.body[0]
+            docstrings |= set(range(first.lineno, (first.end_lineno or first.lineno) + 1))
+    skipped = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
+    code: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type not in (*skipped, tokenize.ENDMARKER):
+            code |= set(range(token.start[0], token.end[0] + 1))
+    return len(code - docstrings)
+
+
+def test_the_core_can_be_read_in_one_sitting():
+    lines = {room(path): lines_of_code(path) for path in SOURCES}
+    assert sum(lines.values()) <= MAX_LINES, lines

@@ -1,0 +1,54 @@
+"""Peak memory of a piece of code, in bytes of live tensors: deterministic, on any device."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+
+class LiveBytes(TorchDispatchMode):
+    """Follows the storages that operations inside the context make, until they are freed.
+
+    `peak` is the largest sum of bytes that were alive at once. Tensors from before do not count.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.live = self.peak = 0
+        self._known: set[int] = set()  # addresses; a freed one may come back as another storage
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        for x in tree_iter((args, kwargs)):
+            if isinstance(x, torch.Tensor):
+                self._follow(x.untyped_storage(), is_new=False)
+        result = func(*args, **(kwargs or {}))
+        for x in tree_iter(result):
+            if isinstance(x, torch.Tensor):
+                self._follow(x.untyped_storage(), is_new=True)
+        return result
+
+    def _follow(self, storage: torch.UntypedStorage, is_new: bool) -> None:
+        key = storage._cdata
+        if key not in self._known:
+            size = storage.nbytes() if is_new else 0
+            self._known.add(key)
+            self.live += size
+            self.peak = max(self.peak, self.live)
+            weakref.finalize(storage, self._forget, key, size)
+
+    def _forget(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.live -= size
+
+
+def peak_bytes(run: Callable[[], Any]) -> int:
+    """Peak bytes of live tensors during run(), after one run to warm up."""
+    run()
+    with LiveBytes() as live:
+        run()
+    return live.peak

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import torchmali.solvers.runge_kutta as rk
 from torchmali.controllers import AdaptiveStep, FixedStep, StepController
 from torchmali.field import Field
 from torchmali.gradients.aca import ACA
@@ -18,7 +19,6 @@ from torchmali.gradients.base import GradientMethod, Problem
 from torchmali.gradients.mali import MALI
 from torchmali.gradients.naive import Naive
 from torchmali.solution import InvalidState, InvalidTimes, Solution, Stats, UnknownMethod, require, warn
-from torchmali.solvers import runge_kutta as rk
 from torchmali.solvers.base import Solver
 from torchmali.solvers.leapfrog import ALF
 from torchmali.state import Structure, Tensors

@@ -137,9 +137,9 @@ class AdaptiveStep(StepController):
     adaptive = True
 
     def __post_init__(self):
-        me, numbers = "AdaptiveStep", (int, float)
+        me = "AdaptiveStep"
         for name, tol in (("rtol", self.rtol), ("atol", self.atol)):
-            positive = not isinstance(tol, numbers) or tol >= 0
+            positive = all(x >= 0 for x in Structure.of(tol).flatten(tol))
             require(positive, f"{me}({name}={tol}): tolerances must not be negative.")
         positive = self.rtol != 0 or self.atol != 0
         require(positive, f"{me}(rtol=0, atol=0): no step is ever accurate enough; give one.")
@@ -172,7 +172,7 @@ class AdaptiveStep(StepController):
             return (float(value),) * structure.n_leaves
         try:
             return tuple(float(x) for x in structure.flatten(value))
-        except ValueError as mismatch:
+        except (ValueError, TypeError) as mismatch:
             raise InvalidOption(
                 f"AdaptiveStep({name}=...) must be a number or have one number for each leaf of y0; found {mismatch}."
             ) from None
@@ -223,7 +223,7 @@ class _AdaptivePace(Pace):
 
     def next(self, t: Time, target: Time) -> Time:
         # The 1 % keeps a step from leaving a sliver behind.
-        return target if abs(target - t) <= 1.01 * abs(self.h) else t + self.h
+        return target if abs(target - t) <= min(1.01 * abs(self.h), self.controller.h_max) else t + self.h
 
     def accepts(self, t0: Time, t1: Time, before: State, attempt: Attempt) -> bool:
         controller = self.controller
@@ -278,6 +278,6 @@ class _AdaptivePace(Pace):
         raise StepUnderflow(
             f"At t = {t:.6g} the tolerance asks for steps below {smallest:.3g} (h = {abs(number(self.h)):.3g}, error "
             f"{ratio:.3g} x tolerance, {self.n_rejected / self.n_attempts:.0%} of {self.n_attempts} attempts "
-            "rejected). Loosen rtol/atol (float32 cannot meet rtol below 1e-5), use a float64 state, or look for a "
-            "jump in f at this time."
+            "rejected). Loosen rtol/atol (float32 cannot meet rtol below 1e-5), use a float64 state, or look "
+            "whether there is a jump in f or the solution grows without bound at this time."
         )

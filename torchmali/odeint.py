@@ -71,7 +71,7 @@ def solve(
     z0 = _checked_state(structure.flatten(y0))
     controller = controller.bind(structure)
     _warn_of_tolerance(controller, z0)
-    t_out, times = _checked_times(t, z0)
+    t_out, times = _checked_times(t)
     got = type(args).__name__
     require(isinstance(args, tuple), f"args must be a tuple of further arguments of f, as in args=(x,); got a {got}.")
     field = Field(func, z0, structure, args, params)
@@ -102,7 +102,7 @@ def _warn_of_tolerance(controller: StepController, z0: Tensors) -> None:
         return
     for rtol, z in zip(controller.rtol, z0, strict=True):
         limit = 100 * torch.finfo(z.dtype).eps
-        if rtol < limit:
+        if 0 < rtol < limit:
             warn(
                 f"rtol = {rtol:g} is below 100 eps = {limit:.1e} of a {z.dtype} state: round-off may be mistaken for "
                 "error and the step size underflow. Use a larger rtol, or a float64 state."
@@ -110,17 +110,11 @@ def _warn_of_tolerance(controller: StepController, z0: Tensors) -> None:
             return
 
 
-def _checked_times(t: Any, z0: Tensors) -> tuple[Tensor, list[float]]:
-    if not isinstance(t, Tensor):
-        if any(isinstance(x, Tensor) for x in t):
-            t = torch.stack([torch.as_tensor(x) for x in t])
-        else:
-            # No float64 on a device without it; the solver's own times are Python floats anyway.
-            dtype = torch.float64 if any(z.dtype == torch.float64 for z in z0) else torch.float32
-            times = [float(x) for x in t]
-            t_out = torch.tensor(times, dtype=dtype, device=z0[0].device)
-            return t_out, _ordered(times)
-    require(t.ndim == 1, f"t must be one-dimensional; got shape {tuple(t.shape)}.", InvalidTimes)
+def _checked_times(t: Any) -> tuple[Tensor, list[float]]:
+    if isinstance(t, (list, tuple)) and any(isinstance(x, Tensor) for x in t):
+        t = torch.stack([torch.as_tensor(x) for x in t])
+    t = t if isinstance(t, Tensor) else torch.as_tensor(t, dtype=torch.float64)
+    require(t.ndim == 1, f"t must be one-dimensional, a sequence of times; got shape {tuple(t.shape)}.", InvalidTimes)
     return t, _ordered(t.detach().to("cpu", torch.float64).tolist())
 
 

@@ -1,6 +1,7 @@
 """Gradients are those of the discretisation: every method against plain autograd through the same steps."""
 
 import functools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -138,8 +139,8 @@ REPLAYED = [tm.Adjoint(), tm.ACA(), tm.MALI()]
 
 
 def loss_of(func, y0, method, **options):
-    options = {"controller": tm.FixedStep(0.1)} | options
-    return (tm.solve(func, y0, [0.0, 1.0], gradient=method, **options).y[-1] ** 2).sum()
+    how: dict[str, Any] = {"controller": tm.FixedStep(0.1), **options}
+    return (tm.solve(func, y0, [0.0, 1.0], gradient=method, **how).y[-1] ** 2).sum()
 
 
 def naive_gradients(func, params, y0, **options):
@@ -201,27 +202,24 @@ def test_a_tensor_that_f_reads_from_its_globals_is_found():
     assert (g - exact).norm() < 1e-12 * exact.norm()
 
 
-class _Deep:
+class Hidden:
     """Hides a tensor from any reasonable search."""
 
-    def __init__(self, tensor):
-        self.inner = type("Inner", (), {})()
-        self.inner.tensor = tensor
+    def __init__(self, depth, tensor):
+        self.inner: Any = Hidden(depth - 1, tensor) if depth else tensor
 
 
 def test_a_leaf_that_would_get_no_gradient_is_warned_about_and_params_is_the_remedy():
-    weight, deep = double(4, 4).requires_grad_(), None
-    deep = _Deep(weight)
+    hidden = Hidden(2, double(4, 4).requires_grad_())
 
     def func(t, y):
-        return torch.tanh(y @ deep.inner.tensor)
+        return torch.tanh(y @ hidden.inner.inner.inner)
 
-    del weight
     y0 = double(2, 4).requires_grad_()
     for method in REPLAYED:
         with pytest.warns(tm.SolverWarning, match=r"shape \(4, 4\).*params=\["):
             loss_of(func, y0, method)
-    leaf = deep.inner.tensor
+    leaf = hidden.inner.inner.inner
     (g,) = torch.autograd.grad(loss_of(func, y0, tm.MALI(), params=[leaf]), leaf)
     (exact,) = naive_gradients(func, [leaf], y0)
     assert (g - exact).norm() < 1e-12 * exact.norm()
@@ -324,7 +322,7 @@ def test_parameters_changed_between_forward_and_backward_are_an_error(method):
     module = Simple()
     loss = loss_of(module, double(2, 4), method)
     with torch.no_grad():
-        module.net[0].weight.add_(1.0)
+        next(module.parameters()).add_(1.0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 
@@ -485,9 +483,8 @@ def test_the_adjoint_controls_each_leaf_by_its_own_tolerance():
 @pytest.mark.parametrize("method", ["dopri5", "dopri8", "bosh3", "adaptive_heun"])
 def test_odeint_is_a_drop_in_for_torchdiffeq(method):
     module, y0, t = Simple(), double(2, 4), torch.linspace(0, 1, 5, dtype=torch.float64)
-    tolerances = {"rtol": 1e-6, "atol": 1e-8}
-    ours = tm.odeint(module, y0, t, **tolerances, method=method)
-    theirs = torchdiffeq.odeint(module, y0, t, **tolerances, method=method)
+    ours = tm.odeint(module, y0, t, rtol=1e-6, atol=1e-8, method=method)
+    theirs: Any = torchdiffeq.odeint(module, y0, t, rtol=1e-6, atol=1e-8, method=method)
     assert ours.shape == theirs.shape
     assert (ours - theirs).abs().max() < 1e-4  # torchdiffeq's bosh3 interpolates with an error of 6e-5 here
     assert torch.equal(tm.odeint(module, y0, t), tm.odeint(module, y0, t, rtol=1e-7, atol=1e-9, method="dopri5"))

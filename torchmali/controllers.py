@@ -222,8 +222,9 @@ class _AdaptivePace(Pace):
         return min(100 * size, (0.01 / steepest) ** (1 / self.q), abs(span))
 
     def next(self, t: Time, target: Time) -> Time:
-        # The 1 % keeps a step from leaving a sliver behind.
-        return target if abs(target - t) <= min(1.01 * abs(self.h), self.controller.h_max) else t + self.h
+        # The 1 % keeps a step from leaving a sliver behind, 1e-9 does where h is at its limit.
+        reach = min(1.01 * abs(self.h), (1 + 1e-9) * self.controller.h_max)
+        return target if abs(target - t) <= reach else t + self.h
 
     def accepts(self, t0: Time, t1: Time, before: State, attempt: Attempt) -> bool:
         controller = self.controller

@@ -58,6 +58,7 @@ def integrate(
             attempt = solver.step(f, t, t1, state, carry, adaptive)
             if adaptive and not pace.accepts(t, t1, state, attempt):
                 n_rejected += 1
+                carry = attempt.stages[0] if attempt.stages else carry  # f(t, z) is known by now
                 continue
             kept = keep_every is not None and n_steps % keep_every == 0
             tape.events.append(Step(t, t1, tape.keep(state) if kept else None))

@@ -92,7 +92,7 @@ def _checked_state(z0: tuple) -> Tensors:
             "run f under torch.autocast inside itself, and cast what it returns back to float32."
         )
         require(z.dtype not in (torch.bfloat16, torch.float16), what, InvalidState)
-        what = f"{of} has dtype {z.dtype}: the state must be float32 or float64. Use y0.float()."
+        what = f"{of} has dtype {z.dtype}: use a float32 or float64 state (torch.view_as_real for a complex one)."
         require(z.dtype in (torch.float32, torch.float64), what, InvalidState)
     return z0
 

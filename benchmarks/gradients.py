@@ -52,7 +52,7 @@ def ours(f: MLP, n_steps: int, gradient: tm.GradientMethod):
 def reference_mali(f: MLP, n_steps: int):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it imports pyplot
-        from TorchDiffEqPack import odesolve_adjoint_sym12
+        from TorchDiffEqPack import odesolve_adjoint_sym12  # pyright: ignore[reportMissingImports]
 
     options = {"method": "fixedstep_sym12async", "h": 1 / n_steps, "t0": 0.0, "t1": 1.0}
     options |= {"rtol": 1e-2, "atol": 1e-3, "print_neval": False, "neval_max": 10**6}

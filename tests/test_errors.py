@@ -484,3 +484,9 @@ def test_damping_is_not_warned_about_where_it_does_no_harm():
     solve(decay, y0, SPAN, solver=ALF(1.0), controller=FixedStep(1 / 300))
     solve(decay, Y0, SPAN, solver=ALF(0.7), controller=FixedStep(1 / 300))  # no gradient is wanted
     solve(decay, y0, SPAN, solver=ALF(0.7), controller=FixedStep(1 / 300), gradient=ACA())
+
+
+def test_a_warning_points_to_the_line_of_the_user():
+    with pytest.warns(SolverWarning) as caught:
+        solve(lambda t, y: -y, torch.ones(2), (0.0, 1.0), controller=AdaptiveStep(1e-7, 1e-9, h0=0.1, max_steps=10**6))
+    assert caught[0].filename == __file__

@@ -70,7 +70,7 @@ def test_imports_go_in_one_direction(path: Path):
 def test_the_core_needs_torch_and_the_standard_library_alone(path: Path):
     standard = {
         "__future__", "abc", "collections", "contextlib", "copy", "dataclasses", "functools", "itertools", "math",
-        "types", "typing", "warnings", "weakref",
+        "sys", "types", "typing", "warnings", "weakref",
     }  # fmt: skip
     for name in imports(path):
         assert name.split(".")[0] in standard | {"torch", "torchmali"}, f"{room(path)}: {name}"

@@ -42,7 +42,9 @@ class Start(NamedTuple):
 
 
 class Pace(ABC):
-    """A controller at work in one solve."""
+    """A controller at work in one solve, output times apart."""
+
+    n_rejected = 0
 
     @abstractmethod
     def next(self, t: Time, target: Time) -> Time:
@@ -56,17 +58,21 @@ class Pace(ABC):
 class StepController(ABC):
     adaptive: bool
 
-    @abstractmethod
     def check(self, solver: Solver) -> None:
         """Raise if this controller cannot drive this solver."""
+        what = (
+            f"AdaptiveStep needs a solver with an error estimate, but {type(solver).__name__} has none. Use "
+            "controller=FixedStep(h), or solver=HeunEuler(), Bosh3(), Dopri5(), Tsit5(), Dopri8() or ALF()."
+        )
+        require(not self.adaptive or solver.error_order is not None, what, Incompatible)
 
     @abstractmethod
     def lands(self, solver: Solver) -> bool:
         """Whether steps end on every output time, or only on the last one (and interpolate)."""
 
-    @abstractmethod
     def bind(self, structure: Structure) -> StepController:
         """This controller for a state of this structure."""
+        return self
 
     @abstractmethod
     def pace(self, start: Start) -> Pace: ...
@@ -85,14 +91,8 @@ class FixedStep(StepController):
     def __post_init__(self):
         require(self.h > 0, f"FixedStep(h={self.h}): the step must be positive (t gives the sign).")
 
-    def check(self, solver: Solver) -> None:
-        pass
-
     def lands(self, solver: Solver) -> bool:
         return True
-
-    def bind(self, structure: Structure) -> FixedStep:
-        return self
 
     def pace(self, start: Start) -> Pace:
         return _FixedPace(self.h)
@@ -107,7 +107,7 @@ class _FixedPace(Pace):
         if target is not self.target:
             span = number(target - t)
             self.target, self.start, self.i = target, t, 0
-            self.n = max(1, math.ceil(abs(span) / self.size - 1e-9))
+            self.n = max(1, math.ceil(abs(span) / self.size - 1e-3))
             self.h = math.copysign(self.size, span)
         self.i += 1
         return target if self.i == self.n else self.start + self.i * self.h
@@ -119,8 +119,9 @@ class AdaptiveStep(StepController):
 
     rtol, atol: numbers, or trees of numbers of y0's structure; a leaf with an infinite one is not controlled. h0: size
     of the first step (None: Hairer's rule, one evaluation more). norm: from the scaled error's leaves to a 0-d tensor.
-    min_factor, max_factor: limits of the change of h from one attempt to the next. max_steps: attempts in one solve.
-    land: end steps on output times although the solver has an interpolant.
+    min_factor, max_factor: limits of the change of h from one attempt to the next. max_steps: attempts in one
+    solve, not counting steps cut short by output times. land: end steps on output times although the solver has an
+    interpolant.
     """
 
     rtol: Any = 1e-3
@@ -141,24 +142,13 @@ class AdaptiveStep(StepController):
         for name, tol in (("rtol", self.rtol), ("atol", self.atol)):
             positive = all(x >= 0 for x in Structure.of(tol).flatten(tol))
             require(positive, f"{me}({name}={tol}): tolerances must not be negative.")
-        positive = self.rtol != 0 or self.atol != 0
-        require(positive, f"{me}(rtol=0, atol=0): no step is ever accurate enough; give one.")
-        positive = self.h0 is None or self.h0 > 0
-        require(positive, f"{me}(h0={self.h0}): the step must be positive (t gives the sign).")
+        require(self.rtol != 0 or self.atol != 0, f"{me}(rtol=0, atol=0): no step is ever accurate enough; give one.")
+        require(self.h0 is None or self.h0 > 0, f"{me}(h0={self.h0}): the step must be positive (t gives the sign).")
         require(0 < self.safety < 1, f"{me}(safety={self.safety}): must lie in (0, 1).")
         low, high = self.min_factor, self.max_factor
         require(0 < low < 1 < high, f"{me}: need 0 < min_factor < 1 < max_factor, got {low}, {high}.")
-        low, high = self.h_min, self.h_max
-        require(0 <= low < high, f"{me}: need 0 <= h_min < h_max, got {low}, {high}.")
+        require(0 <= self.h_min < self.h_max, f"{me}: need 0 <= h_min < h_max, got {self.h_min}, {self.h_max}.")
         require(self.max_steps > 0, f"{me}(max_steps={self.max_steps}): need at least one step.")
-
-    def check(self, solver: Solver) -> None:
-        if solver.error_order is None:
-            name = type(solver).__name__
-            raise Incompatible(
-                f"AdaptiveStep needs a solver with an error estimate, but {name} has none. Use "
-                "controller=FixedStep(h), or solver=HeunEuler(), Bosh3(), Dopri5(), Tsit5(), Dopri8() or ALF()."
-            )
 
     def lands(self, solver: Solver) -> bool:
         return self.land or not solver.interpolates
@@ -169,7 +159,7 @@ class AdaptiveStep(StepController):
     def _per_leaf(self, name: str, structure: Structure) -> tuple[float, ...]:
         value = getattr(self, name)
         if isinstance(value, (int, float)):
-            return (float(value),) * structure.n_leaves
+            return (float(value),) * structure.spec.num_leaves
         try:
             return tuple(float(x) for x in structure.flatten(value))
         except (ValueError, TypeError) as mismatch:
@@ -189,10 +179,11 @@ class _AdaptivePace(Pace):
         tolerances = list(zip(controller.rtol, controller.atol, strict=True))
         self.controlled = [i for i, pair in enumerate(tolerances) if all(map(math.isfinite, pair))]
         self.rtol = [controller.rtol[i] for i in self.controlled]
-        self.atol = [controller.atol[i] for i in self.controlled]
-        self.n_attempts = self.n_rejected = 0
+        self.atol = [controller.atol[i] or 1e-36 for i in self.controlled]  # 0 / 0 is no error
+        self.n_attempts, self.limit = 0, controller.max_steps
         self.just_rejected = False
         size = controller.h0 or self._first_step(start)
+        size = max(size, controller.h_min, 10 * math.ulp(number(start.t0)))  # it must move the time
         self.h: Time = math.copysign(min(size, controller.h_max), number(start.t_end - start.t0))
 
     def _scaled(self, x: Leaves, z0: Tensors, z1: Tensors) -> Tensor:
@@ -217,13 +208,13 @@ class _AdaptivePace(Pace):
         f1 = start.f(start.t0 + h, combine(z0, (h,), (f0,)))
         d2 = float(self._scaled(torch._foreach_sub(f1, f0), z0, z0)) / size
         steepest = max(d1, d2)
-        if not steepest > 1e-15:
+        if not 1e-15 < steepest < math.inf:
             return min(abs(span), max(1e-6, 1e-3 * size))
         return min(100 * size, (0.01 / steepest) ** (1 / self.q), abs(span))
 
     def next(self, t: Time, target: Time) -> Time:
-        # The 1 % keeps a step from leaving a sliver behind, 1e-9 does where h is at its limit.
-        reach = min(1.01 * abs(self.h), (1 + 1e-9) * self.controller.h_max)
+        # The 1 % keeps a step from leaving a sliver behind, 1e-6 does where h is at its limit.
+        reach = min(1.01 * abs(self.h), (1 + 1e-6) * self.controller.h_max)
         return target if abs(target - t) <= reach else t + self.h
 
     def accepts(self, t0: Time, t1: Time, before: State, attempt: Attempt) -> bool:
@@ -246,16 +237,18 @@ class _AdaptivePace(Pace):
             if self.just_rejected:
                 factor = min(1.0, factor)
             # A step cut short to land on an output says little about the next h: keep the longer.
-            self.h = max(h * factor, self.h, key=abs) if abs(h) < abs(self.h) else h * factor
+            cut_short = abs(h) < 0.99 * abs(self.h)
+            self.h = max(h * factor, self.h, key=abs) if cut_short else h * factor
+            self.limit += cut_short  # many output times are no sign of trouble
         else:
             self.n_rejected += 1
             self.h = h * factor
         self.just_rejected = not accepted
         if abs(self.h) > controller.h_max:
-            self.h = math.copysign(controller.h_max, self.h)
+            self.h = math.copysign(controller.h_max, number(h))
         if not accepted:
             self._check_size(number(t0), number(h), attempt, value)
-        if self.n_attempts >= controller.max_steps and not (accepted and t1 is self.t_end):
+        if self.n_attempts >= self.limit and not (accepted and t1 is self.t_end):
             raise StepLimit(
                 f"{self.n_attempts} steps reached t = {number(t1 if accepted else t0):.6g} of "
                 f"{number(self.t_end):.6g} (h = {abs(number(self.h)):.3g}, {self.n_rejected / self.n_attempts:.0%} "
@@ -265,7 +258,7 @@ class _AdaptivePace(Pace):
         return accepted
 
     def _check_size(self, t: float, h: float, attempt: Attempt, ratio: float) -> None:
-        smallest = max(self.controller.h_min, 10 * math.ulp(t))
+        smallest = max(self.controller.h_min, 10 * math.ulp(max(abs(t), 1e-10 * abs(number(self.t_end) - t))))
         if abs(self.h) >= smallest:
             return
         if not math.isfinite(ratio):

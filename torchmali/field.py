@@ -6,7 +6,7 @@ import contextlib
 import copy
 import functools
 import types
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 # torch.autograd.grad without its checks of the arguments, which cost 10 % of a small f's VJP.
 from torch.autograd.graph import _engine_run_backward as _vjp
 
-from torchmali.solution import InvalidField, warn
+from torchmali.solution import InvalidField, require, warn
 from torchmali.state import Leaves, Structure, Tensors, Time
 
 
@@ -31,16 +31,23 @@ class Field:
         self.func, self.structure = func, structure
         self.args_structure = Structure.of(args)
         self.arg_leaves = self.args_structure.flatten(args)
-        self.slots = [i for i, x in enumerate(self.arg_leaves) if getattr(x, "requires_grad", False)]
-        in_args = [self.arg_leaves[i] for i in self.slots]
-        found = find_parameters((func, args)) if params is None else params
-        known = {id(x) for x in in_args}
+        self.slots = [i for i, x in enumerate(self.arg_leaves) if isinstance(x, Tensor) and x.requires_grad]
+        rest = tuple(x for x in self.arg_leaves if not isinstance(x, Tensor))
+        found = find_parameters((func, rest)) if params is None else list(params)
+        listed = not isinstance(params, Tensor) and all(isinstance(p, Tensor) for p in found)
+        require(listed, "params must be a list of tensors, as in params=[w] or params=list(net.parameters()).")
+        # By identity: one that is listed twice would get its gradient twice.
+        unique = {id(p): p for p in found if p.requires_grad}
+        # What another one is computed from gets its gradient through that one, outside: here it would be counted twice.
+        roots = [p.grad_fn for p in unique.values() if p.grad_fn is not None]
+        behind = _graph([node for root in roots for node, _ in root.next_functions], set())
+        hidden = {id(x) for x in map(_leaf, behind)}
+        theta = [p for p in unique.values() if id(p) not in hidden and p.grad_fn not in behind]
         self.args, self.is_leaf = args, structure.spec.is_leaf()
-        self.theta = in_args + [p for p in found if p.requires_grad and id(p) not in known]
+        self.theta = [*(self.arg_leaves[i] for i in self.slots), *theta]
         self.signature = [(z.shape, z.dtype) for z in z0]
         self.device = z0[0].device
-        is_double = any(z.dtype == torch.float64 for z in z0)
-        self.t_dtype = torch.float64 if is_double else torch.float32
+        self.t_dtype = max((z.dtype for z in z0), key=lambda dtype: dtype.itemsize)
         self.zero = torch.zeros((), dtype=self.t_dtype, device=self.device)
         self.wants_t = False
         self.looks_for_leaves = False  # warn, once, of leaves that would get no gradient
@@ -106,9 +113,10 @@ class Field:
 
     def _evaluate_and_look_for_leaves(self, t: Time, z: Tensors) -> Tensors:
         self.looks_for_leaves = False
+        t, z = self.time(t), tuple(x.detach() for x in z)
         with torch.enable_grad():
-            u = self(t, tuple(x.detach() for x in z))
-        for leaf in forgotten_leaves(u, self.theta):
+            u = self(t, z)
+        for leaf in forgotten_leaves(u, [*self.theta, t, *z]):  # f may have made t and y require gradients itself
             warn(
                 f"f depends on a tensor of shape {tuple(leaf.shape)} that requires a gradient but would get none: it "
                 "is not among the parameters found in f. Pass it through args=(...), or list it in params=[...]."
@@ -146,6 +154,19 @@ class Field:
         return list(_vjp(tuple(ends), tuple(starts), *options, accumulate_grad=False))
 
 
+@contextlib.contextmanager
+def without_hooks(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Hooks on parameters are for their whole gradient, which autograd shows them; not for the share of each step."""
+    hooked = [(x, x._backward_hooks) for x in tensors if x._backward_hooks]
+    try:
+        for x, _ in hooked:
+            x._backward_hooks = None
+        yield
+    finally:
+        for x, hooks in hooked:
+            x._backward_hooks = hooks
+
+
 def find_parameters(root: Any) -> list[Tensor]:
     """The tensors requiring a gradient that f can be seen to hold.
 
@@ -156,29 +177,36 @@ def find_parameters(root: Any) -> list[Tensor]:
     seen: dict[int, Any] = {}  # keeps what it has seen alive: a freed list's id comes back
 
     def look(x: Any, deep: bool) -> None:
-        if id(x) in seen:
+        if id(x) in seen or isinstance(x, (int, float, str)):
             return
         seen[id(x)] = x
         if isinstance(x, Tensor):
-            if x.requires_grad:
+            # A result kept in some attribute or log is not what f reads, and its graph may be gone.
+            if x.requires_grad and (deep or x.is_leaf):
                 found[id(x)] = x
         elif isinstance(x, nn.Module):
-            found.update((id(p), p) for p in x.parameters() if p.requires_grad)
+            look((*x.parameters(),), True)
+            if getattr(x, "_is_replica", False):  # DataParallel's copies hold their parameters as plain attributes
+                look(tuple(p for m in x.modules() for p in vars(m).values() if isinstance(p, Tensor)), True)
         elif isinstance(x, (tuple, list)):
             for part in x:
-                look(part, deep)
+                look(part, deep and not isinstance(x, list))
         elif isinstance(x, dict):
-            look(list(x.values()), deep)
+            look(tuple(x.values()), deep)
         elif isinstance(x, functools.partial):
-            look([x.func, x.args, x.keywords], deep)
+            look((x.func, x.args, x.keywords), deep)
         elif isinstance(x, types.MethodType):
             look(x.__self__, True)
         elif isinstance(x, types.FunctionType):
             for cell in x.__closure__ or ():
                 with contextlib.suppress(ValueError):  # a cell that is not filled yet
                     look(cell.cell_contents, deep)
-            used = (x.__globals__.get(name) for name in x.__code__.co_names)
-            look([y for y in used if isinstance(y, (Tensor, nn.Module))], False)
+            codes = [x.__code__]
+            for code in codes:  # grows: with the code of inner functions and comprehensions
+                codes += [inner for inner in code.co_consts if isinstance(inner, types.CodeType)]
+            used = (x.__globals__.get(name) for code in codes for name in code.co_names)
+            look(tuple(y for y in used if isinstance(y, (Tensor, nn.Module))), True)
+            look((x.__defaults__, x.__kwdefaults__), deep)
         elif deep and hasattr(x, "__dict__") and not isinstance(x, (type, types.ModuleType)):
             look(list(vars(x).values()), False)
 
@@ -188,17 +216,22 @@ def find_parameters(root: Any) -> list[Tensor]:
 
 def forgotten_leaves(u: Tensors, known: Sequence[Tensor]) -> list[Tensor]:
     """Leaves in the graph of u that are not known and not behind something known."""
-    stop = {id(x) for x in known}
-    seen = {x.grad_fn for x in known if x.grad_fn is not None}
-    todo = [x.grad_fn for x in u if x.grad_fn is not None]
-    leaves = [x for x in u if x.requires_grad and x.grad_fn is None and id(x) not in stop]
-    while todo:
-        node = todo.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        variable = getattr(node, "variable", None)
-        if variable is not None and id(variable) not in stop:
-            leaves.append(variable)
-        todo += [parent for parent, _ in node.next_functions if parent is not None]
-    return leaves
+    reached = _graph([x.grad_fn for x in u], {x.grad_fn for x in known})
+    leaves = [*map(_leaf, reached), *(x for x in u if x.requires_grad and x.grad_fn is None)]
+    stop = {id(x) for x in (None, *known)}
+    return [x for x in leaves if id(x) not in stop]
+
+
+def _graph(nodes: list, stop: set) -> set:
+    """The nodes behind these, and these, but nothing behind `stop`."""
+    seen: set = set()
+    while nodes:
+        node = nodes.pop()
+        if node is not None and node not in seen and node not in stop:
+            seen.add(node)
+            nodes += [parent for parent, _ in node.next_functions]
+    return seen
+
+
+def _leaf(node: Any) -> Tensor | None:
+    return getattr(node, "variable", None)

@@ -50,14 +50,13 @@ def integrate(
     lands, adaptive = controller.lands(solver), controller.adaptive
     k = 1 if lands else len(times) - 1  # the output on which steps land next
     waiting = 1  # the first output not yet handed out
-    n_steps = n_rejected = 0
+    n_steps = 0
     while k < len(times):
         target = times[k]
         while t is not target:
             t1 = pace.next(t, target)
             attempt = solver.step(f, t, t1, state, carry, adaptive)
             if adaptive and not pace.accepts(t, t1, state, attempt):
-                n_rejected += 1
                 carry = attempt.stages[0] if attempt.stages else carry  # f(t, z) is known by now
                 continue
             kept = keep_every is not None and n_steps % keep_every == 0
@@ -78,7 +77,7 @@ def integrate(
         emit(k, state.point)
         k, waiting = k + 1, k + 1
 
-    stats.n_steps, stats.n_rejected = n_steps, n_rejected
+    stats.n_steps, stats.n_rejected = n_steps, pace.n_rejected
     sizes = [abs(number(event.t1 - event.t0)) for event in tape.events if isinstance(event, Step)]
     stats.h_min, stats.h_max = min(sizes), max(sizes)
     if first_non_finite(state.point) is not None:

@@ -112,7 +112,7 @@ def _warn_of_tolerance(controller: StepController, z0: Tensors) -> None:
 
 def _checked_times(t: Any) -> tuple[Tensor, list[float]]:
     if isinstance(t, (list, tuple)) and any(isinstance(x, Tensor) for x in t):
-        t = torch.stack([torch.as_tensor(x) for x in t])
+        t = torch.stack([x if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.float64) for x in t])
     t = t if isinstance(t, Tensor) else torch.as_tensor(t, dtype=torch.float64)
     require(t.ndim == 1, f"t must be one-dimensional, a sequence of times; got shape {tuple(t.shape)}.", InvalidTimes)
     return t, _ordered(t.detach().to("cpu", torch.float64).tolist())
@@ -152,6 +152,10 @@ def odeint(
     """
     chosen = _named(gradient, GRADIENTS, GradientMethod, "gradient method", Naive())
     solver = _named(method, SOLVERS, Solver, "method", ALF() if isinstance(chosen, MALI) else rk.Dopri5())
+    options = dict(options or {})
+    norm = options.get("norm")
+    if norm is not None and isinstance(y0, Tensor):
+        options["norm"] = lambda x: norm(x[0])  # torchdiffeq gives it the tensor, we a tuple of leaves
     controller = _controller(solver, rtol, atol, options)
     return solve(func, y0, t, solver=solver, controller=controller, gradient=chosen, args=args, params=params).y
 
@@ -177,6 +181,8 @@ def odeint_adjoint(
     seminorm = backward.get("norm") == "seminorm"
     if seminorm or adjoint_options is None:
         backward.pop("norm", None)
+    what = 'adjoint_options["norm"] can only be "seminorm" here. For another norm: gradient=Adjoint(controller=...).'
+    require("norm" not in backward, what)
     solver = _named(adjoint_method or method, SOLVERS, Solver, "method", rk.Dopri5())
     rtols = rtol if adjoint_rtol is None else adjoint_rtol, atol if adjoint_atol is None else adjoint_atol
     gradient = Adjoint(solver, _controller(solver, *rtols, backward), seminorm)
@@ -196,8 +202,8 @@ def _named(value: Any, known: Mapping[str, Any], base: type, what: str, default:
 
 def _controller(solver: Solver, rtol: Any, atol: Any, options: Mapping[str, Any] | None) -> StepController:
     options = dict(options or {})
-    if "step_size" in options or solver.error_order is None:
-        size = options.pop("step_size", None)
+    size = options.pop("step_size", None)
+    if size is not None or solver.error_order is None:
         require(not options, f"Unknown options {sorted(options)} for fixed steps. Known: ['step_size'].")
         return FixedStep(math.inf if size is None else size)
     unknown = sorted(set(options) - set(ADAPTIVE_OPTIONS))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -81,8 +82,12 @@ class DoubleBackward(SolverError, RuntimeError):
 
 
 class SolverWarning(UserWarning):
-    """The result is right, or as right as was asked for, but probably not what was wanted."""
+    """The solve went on, but something is probably not as it was meant, or less exact than it should be."""
 
 
 def warn(message: str) -> None:
-    warnings.warn(message, SolverWarning, stacklevel=3)
+    """Warn at the line of the user that led here."""
+    frame, level = sys._getframe(1), 2
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(("torchmali.", "torch.")):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, SolverWarning, stacklevel=level)

@@ -31,16 +31,12 @@ class Structure:
     def of(tree: Any) -> Structure:
         return Structure(pytree.tree_structure(tree))
 
-    @property
-    def n_leaves(self) -> int:
-        return self.spec.num_leaves
-
     def flatten(self, tree: Any) -> tuple:
         """The leaves of a tree of this structure, dicts in this structure's order; else a ValueError."""
         try:
             return tuple(self.spec.flatten_up_to(tree))
         except ValueError:
-            wanted, found = sketch(self.rebuild("*" * self.n_leaves)), sketch(tree)
+            wanted, found = sketch(self.rebuild("*" * self.spec.num_leaves)), sketch(tree)
             raise ValueError(f"{found} instead of {wanted}") from None
 
     def rebuild(self, leaves: Sequence) -> Any:

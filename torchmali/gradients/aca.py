@@ -12,8 +12,8 @@ from torchmali.gradients.replay import ReplayGradient
 class ACA(ReplayGradient):
     """The exact discrete gradient with any solver, in memory of one state per step.
 
-    The forward pass keeps every accepted state (and no graph); the backward pass takes one step at a time from there,
-    forwards with a graph and back.
+    The forward pass keeps every accepted state and no graph, the backward pass goes from one kept state to the one
+    before. Every stage of a step is evaluated once more on the way; the forward solve is not repeated.
     """
 
     keep_every: ClassVar[int | None] = 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from torchmali.controllers import AdaptiveStep, Norm, StepController, rms_norm
-from torchmali.field import Field
+from torchmali.field import Field, without_hooks
 from torchmali.gradients.base import GradientMethod, Problem, forward, refuse_double_backward
 from torchmali.integrate import integrate
 from torchmali.solution import Stats
@@ -45,7 +46,8 @@ class Adjoint(GradientMethod):
         controller = forward if self.controller is None else self.controller.bind(field.structure)
         if not isinstance(controller, AdaptiveStep):
             return controller
-        n, m = field.structure.n_leaves, len(field.theta)
+        tolerances, m = zip(controller.rtol, controller.atol, strict=True), len(field.theta)
+        n = sum(all(map(math.isfinite, pair)) for pair in tolerances)  # leaves that the norm will see
         return replace(
             controller,
             rtol=(*controller.rtol, *controller.rtol, *[min(controller.rtol)] * m),
@@ -86,7 +88,7 @@ class _Adjoint(torch.autograd.Function):
         n, times = len(y), ctx.times
         a = [torch.zeros_like(leaf[0]) for leaf in y]
         a_theta = tuple(torch.zeros_like(p) for p in f.theta)
-        a_t = [f.time(0.0)] * len(times)
+        a_t, slope = [f.time(0.0)] * len(times), _augmented(f)
         for k in range(len(times) - 1, -1, -1):
             z = tuple(leaf[k] for leaf in y)
             if t is not None and k == 0:
@@ -98,19 +100,16 @@ class _Adjoint(torch.autograd.Function):
                 a_t[k] = dot(*zip(*pairs, strict=True)) if pairs else a_t[k]
             if k > 0:
                 start, segment = (*z, *a, *a_theta), (times[k], times[k - 1])
-                end, _ = integrate(_augmented(f), start, segment, ctx.solver, ctx.controller, _ignore, Stats())
+                with without_hooks(f.theta):
+                    end, _ = integrate(slope, start, segment, ctx.solver, ctx.controller, lambda k, z: None, Stats())
                 a, a_theta = list(end.point[n : 2 * n]), end.point[2 * n :]
         ctx.stats.n_evals_backward, ctx.stats.n_vjps = f.n_evals, f.n_vjps
         return (None, None, None if t is None else torch.stack(a_t).to(t), *a, *a_theta)
 
 
-def _ignore(k: int, z: Tensors) -> None:
-    pass
-
-
 def _augmented(f: Field) -> Callable[[Time, Tensors], Tensors]:
     """d/dt (z, a, dL/dtheta) = (f, -a df/dz, -a df/dtheta)"""
-    n = f.structure.n_leaves
+    n = f.structure.spec.num_leaves
 
     def slope(t: Time, x: Tensors) -> Tensors:
         with torch.enable_grad():

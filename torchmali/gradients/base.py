@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from torchmali.controllers import StepController
 from torchmali.field import Field
@@ -43,7 +44,10 @@ class Problem:
 
     @property
     def wants_gradient(self) -> bool:
-        return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in self.inputs)
+        # Forward-mode tangents count too: autograd then says that there is no rule for them, instead of giving zero.
+        inputs = [x for x in self.inputs if x is not None]
+        has_tangent = any(forward_ad.unpack_dual(x).tangent is not None for x in inputs)
+        return torch.is_grad_enabled() and (has_tangent or any(x.requires_grad for x in inputs))
 
 
 class GradientMethod(ABC):
@@ -56,6 +60,7 @@ class GradientMethod(ABC):
         """The solution at all times, each leaf of shape (len(times), *leaf.shape)."""
 
 
+@torch.no_grad()
 def forward(problem: Problem, keep_every: int | None = None) -> tuple[Tensors, State, Tape]:
     """Solve without a graph: the outputs, the end state and the tape."""
     y = tuple(z.new_empty((len(problem.times), *z.shape)) for z in problem.z0)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torchmali.controllers import StepController
 from torchmali.gradients.base import Problem
 from torchmali.gradients.replay import ReplayGradient
-from torchmali.solution import Incompatible, warn
+from torchmali.solution import Incompatible, require, warn
 from torchmali.solvers.base import ReversibleSolver, Solver
 from torchmali.state import Tensors
 
@@ -30,11 +30,9 @@ class MALI(ReplayGradient):
     keep_every: ClassVar[int | None] = None
 
     def check(self, solver: Solver, controller: StepController) -> None:
-        if not isinstance(solver, ReversibleSolver):
-            raise Incompatible(
-                f"MALI needs a solver with an inverse, but {type(solver).__name__} has none. Use solver=ALF(), or "
-                "gradient=ACA()."
-            )
+        name = type(solver).__name__
+        what = f"MALI needs a solver with an inverse, but {name} has none. Use solver=ALF(), or gradient=ACA()."
+        require(isinstance(solver, ReversibleSolver), what, Incompatible)
         super().check(solver, controller)
 
     def judge_forward(self, problem: Problem) -> None:

@@ -6,12 +6,13 @@ Which steps keep their state is the whole difference between the two.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchmali.field import Field
+from torchmali.field import Field, without_hooks
 from torchmali.gradients.base import GradientMethod, Problem, forward, refuse_double_backward
 from torchmali.solvers.base import Cotangent, Inside, Passed, Solver, accumulate
 from torchmali.state import Floats, State, Tensors
@@ -51,23 +52,15 @@ class _Replay(torch.autograd.Function):
     def backward(ctx: Any, *grad_y: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_double_backward(type(ctx.method).__name__)
         n_times, n, n_theta, n_slopes = ctx.sizes
-        saved = ctx.saved_tensors
-        t, z0, theta, point, slope, kept = _split(saved, 1, n, n_theta, n, n_slopes)
+        saved, sizes = iter(ctx.saved_tensors), (1, n, n_theta, n, n_slopes, None)
+        t, z0, theta, point, slope, kept = (tuple(islice(saved, size)) for size in sizes)
         f = ctx.field.with_theta(theta, wants_t=ctx.needs_input_grad[2])
-        with torch.enable_grad():  # for f; nothing else here requires a gradient
-            state, a, a_t = walk(f, ctx.solver, ctx.events, Floats(point, slope).fork(), kept, grad_y, n_times)
+        end = Floats(tuple(x.detach() for x in point), slope)
+        with torch.enable_grad(), without_hooks(theta):  # for f; nothing else here requires a gradient
+            state, a, a_t = walk(f, ctx.solver, ctx.events, end, kept, grad_y, n_times)
         ctx.stats.n_evals_backward, ctx.stats.n_vjps = f.n_evals, f.n_vjps
         ctx.stats.reconstruction_error = ctx.method.judge_backward(state.point, z0, point)
-        return (None, None, a_t.to(t[0]) if f.wants_t else None, *a.z, *a.theta)
-
-
-def _split(saved: Sequence[Tensor], *sizes: int) -> list[tuple[Tensor, ...]]:
-    """Cut a sequence into pieces of these sizes; the rest comes last."""
-    parts = []
-    for size in sizes:
-        parts.append(tuple(saved[:size]))
-        saved = saved[size:]
-    return [*parts, tuple(saved)]
+        return (None, None, a_t.to(t[0]) if f.wants_t else None, *a.sums)
 
 
 def walk(
@@ -119,8 +112,4 @@ def walk(
             torch._foreach_zero_(a.v)
             if g_t is not None:
                 a_t[end] = a_t[end] + g_t
-    return state, a, _stacked(a_t, f)
-
-
-def _stacked(a_t: Sequence[Tensor | float], f: Field) -> Tensor:
-    return torch.stack([x.to(f.device, f.t_dtype) if isinstance(x, Tensor) else f.time(x) for x in a_t])
+    return state, a, torch.stack([f.time(x) for x in a_t])

@@ -36,10 +36,6 @@ class Cotangent:
         self.t1: Time = 0.0
         self.inside: Sequence[Time] = ()  # and dL/dt of the outputs inside it
 
-    @property
-    def theta(self) -> list[Tensor | None]:
-        return self.sums[len(self.z) :]
-
 
 def accumulate(total: list, grads: Sequence[Tensor | None], scale: float = 1.0) -> None:
     """total += scale * grads, with gaps in both. Keeps no tensor of grads: it may be shared."""
@@ -100,11 +96,11 @@ class Solver(ABC):
     def step(self, f: Slope, t0: Time, t1: Time, state: State, carry: Tensors | None, adaptive: bool) -> Attempt:
         """psi over [t0, t1]; leaves `state` as it is."""
 
-    @abstractmethod
     def interpolate(
         self, f: Slope, t0: Time, t1: Time, state: State, attempt: Attempt, times: Sequence[Time]
     ) -> tuple[list[Tensors], Tensors | None]:
         """z at times inside the step from `state` to `attempt`, and the carry for the next step."""
+        raise AssertionError("steps of a solver without an interpolant land on output times")
 
     @abstractmethod
     def pullback(self, f: Field, step: Passed, state: State, a: Cotangent) -> State:

@@ -91,7 +91,7 @@ class RungeKutta(Solver):
         outputs = []
         for t in times:
             theta = (t - t0) / h
-            weights = [(j, _horner(row, theta)) for j, row in self.tableau.dense]
+            weights = [(j, sum(c * theta**i for i, c in enumerate(row, 1))) for j, row in self.tableau.dense]
             outputs.append(_moved(state.point, h, weights, k))
         return outputs, k[-1]
 
@@ -114,10 +114,11 @@ class RungeKutta(Solver):
                 outputs += y
                 grads += output.a
         moving: list = [t0, t1, *times] if f.wants_t else []
-        g = f.vjp(outputs, [*z, *f.theta, *moving], grads, self.tableau.n_stages + bool(inside))
+        g: list = f.vjp(outputs, [*z, *f.theta, *moving], grads, self.tableau.n_stages + bool(inside))
         n = len(z) + len(f.theta)
-        torch._foreach_zero_(a.z)
-        accumulate(a.sums, g[:n])
+        # g may be a.z itself (where f does not look at z), so a.z is overwritten, never cleared first.
+        torch._foreach_copy_(a.z, g[: len(z)])
+        accumulate(a.sums, [*[None] * len(z), *g[len(z) : n]])
         if f.wants_t:
             a.t0, a.t1, *a.inside = (0.0 if x is None else x for x in g[n:])
         return before
@@ -125,13 +126,6 @@ class RungeKutta(Solver):
 
 def _moved(z: Tensors | None, h: Time, row: Sequence[tuple[int, Time]], k: Sequence[Tensors]) -> Tensors:
     return combine(z, [h * w for _, w in row], [k[j] for j, _ in row])
-
-
-def _horner(row: Row, theta: Time) -> Time:
-    total: Time = 0.0
-    for c in reversed(row):
-        total = (total + c) * theta
-    return total
 
 
 class Euler(RungeKutta):

@@ -1,0 +1,316 @@
+"""Ways in which a field can be written or used that once gave a wrong number, a crash or needless work."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from problems import VAN_DER_POL
+from torch import nn
+
+import torchmali as tm
+
+T = (0.0, 0.5, 1.0)
+EXACT = [(tm.ALF(), tm.MALI()), (tm.ALF(), tm.ACA()), (tm.RK4(), tm.ACA()), (tm.Dopri5(), tm.ACA())]
+exact_methods = pytest.mark.parametrize(("solver", "gradient"), EXACT, ids=repr)
+
+
+def double(*shape):
+    return torch.linspace(-1, 1, math.prod(shape), dtype=torch.float64).reshape(shape)
+
+
+def net(seed=0, n_in=3, n_out=3):
+    torch.manual_seed(seed)
+    return nn.Linear(n_in, n_out).double()
+
+
+def end(func, y0, solver, gradient, **options: Any):
+    return tm.solve(func, y0, T, solver=solver, controller=tm.FixedStep(0.2), gradient=gradient, **options).y
+
+
+def assert_same(grads, exact):
+    for g, e in zip(grads, exact, strict=True):
+        assert (g - e).norm() <= 1e-12 * e.norm()
+
+
+@exact_methods
+def test_a_leaf_that_f_does_not_read_keeps_its_gradient(solver, gradient):
+    """A log-density or a running integral: dL/dz of such a leaf passes the step unchanged."""
+    lin, x0, log_p0 = net(), double(2, 3).requires_grad_(), double(2).requires_grad_()
+
+    def func(t, y):
+        return torch.tanh(lin(y[0])), (y[0] ** 2).sum(-1)
+
+    def gradients(method):
+        return torch.autograd.grad(end(func, (x0, log_p0), solver, method)[1][-1].sum(), [lin.weight, x0, log_p0])
+
+    assert_same(gradients(gradient), gradients(tm.Naive()))
+
+
+@exact_methods
+def test_a_closure_over_a_tensor_and_what_it_was_made_from_counts_nothing_twice(solver, gradient):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.encoder, self.dynamics = net(0), net(1, 6)
+
+        def forward(self, x, y0, method):
+            context = self.encoder(x)
+            return end(lambda t, y: torch.tanh(self.dynamics(torch.cat([y, context], -1))), y0, solver, method)
+
+    model, y0 = Model(), double(2, 3)
+
+    def gradients(method):
+        return torch.autograd.grad((model(double(2, 3), y0, method)[-1] ** 2).sum(), list(model.parameters()))
+
+    assert_same(gradients(gradient), gradients(tm.Naive()))
+
+
+@exact_methods
+def test_a_weight_made_from_a_parameter_in_the_same_closure_is_not_doubled(solver, gradient):
+    lin, y0 = net(), double(2, 3)
+
+    def gradients(method):
+        skew = lin.weight - lin.weight.T
+
+        def func(t, y):
+            return torch.tanh(y @ skew) + 0 * lin.bias.detach()
+
+        return torch.autograd.grad((end(func, y0, solver, method)[-1] ** 2).sum(), lin.weight)
+
+    assert_same(gradients(gradient), gradients(tm.Naive()))
+
+
+@exact_methods
+def test_results_that_f_keeps_for_itself_do_not_disturb_the_next_solve(solver, gradient):
+    class Keeper:
+        def __init__(self):
+            self.lin, self.energy, self.log = net(), None, []
+
+        def __call__(self, t, y):
+            u = torch.tanh(self.lin(y))
+            self.energy = (u**2).sum()
+            return u
+
+    func, y0 = Keeper(), double(2, 3)
+    for _ in range(2):
+        loss = (end(func, y0, solver, gradient)[-1] ** 2).sum()
+        func.log.append(loss)
+        (g,) = torch.autograd.grad(loss, func.lin.weight)
+    (exact,) = torch.autograd.grad((end(func, y0, solver, tm.Naive())[-1] ** 2).sum(), func.lin.weight)
+    assert_same([g], [exact])
+
+
+@exact_methods
+def test_a_parameter_that_is_passed_as_an_argument_too_gets_both_parts(solver, gradient):
+    lin, y0 = net(), double(2, 3)
+
+    def gradients(method):
+        y = end(lambda t, y, w: torch.tanh(lin(y) @ w), y0, solver, method, args=(lin.weight,))
+        return torch.autograd.grad((y[-1] ** 2).sum(), lin.weight)
+
+    assert_same(gradients(gradient), gradients(tm.Naive()))
+
+
+@exact_methods
+def test_a_parameter_that_is_listed_twice_gets_its_gradient_once(solver, gradient):
+    w, y0 = double(3, 3).requires_grad_(), double(2, 3)
+
+    def gradients(method, **options):
+        return torch.autograd.grad(
+            (end(lambda t, y: torch.tanh(y @ w), y0, solver, method, **options)[-1] ** 2).sum(), w
+        )
+
+    assert_same(gradients(gradient, params=[w, w]), gradients(tm.Naive()))
+
+
+@pytest.mark.parametrize("params", [double(3, 3).requires_grad_(), [("w", double(3, 3))]], ids=["tensor", "named"])
+def test_params_must_be_a_list_of_tensors(params):
+    with pytest.raises(tm.InvalidOption, match=r"params=\[w\]"):
+        tm.solve(lambda t, y: -y, double(3), T, params=params)
+
+
+@exact_methods
+def test_hooks_on_a_parameter_see_its_whole_gradient_once(solver, gradient):
+    lin, calls = net(), []
+    lin.weight.register_hook(lambda g: calls.append(1) or 2 * g)
+    (g,) = torch.autograd.grad(
+        (end(lambda t, y: torch.tanh(lin(y)), double(2, 3), solver, gradient)[-1] ** 2).sum(), lin.weight
+    )
+    assert len(calls) == 1
+    (doubled,) = torch.autograd.grad(
+        (end(lambda t, y: torch.tanh(lin(y)), double(2, 3), solver, tm.Naive())[-1] ** 2).sum(), lin.weight
+    )
+    assert_same([g], [doubled])
+    assert len(lin.weight._backward_hooks or ()) == 1
+
+
+@pytest.mark.parametrize("gradient", [tm.MALI(), tm.ACA(), tm.Adjoint()], ids=repr)
+def test_a_field_may_make_its_arguments_require_gradients(gradient):
+    """As every continuous normalising flow does, to take the divergence of its own f."""
+    lin = net()
+
+    def func(t, y):
+        with torch.enable_grad():
+            y = y.requires_grad_()
+            u = torch.tanh(lin(y))
+            (divergence,) = torch.autograd.grad(u.sum(), y, create_graph=True)
+        return u + 0.1 * divergence
+
+    y0 = double(2, 3)
+    loss = (tm.solve(func, y0.clone(), T, controller=tm.FixedStep(0.2), gradient=gradient).y[-1] ** 2).sum()
+    (g,) = torch.autograd.grad(loss, lin.weight)
+    loss = (tm.solve(func, y0.clone(), T, controller=tm.FixedStep(0.2), gradient=tm.Naive()).y[-1] ** 2).sum()
+    (exact,) = torch.autograd.grad(loss, lin.weight)
+    assert (g - exact).norm() < (1e-1 if isinstance(gradient, tm.Adjoint) else 1e-12) * exact.norm()
+    lin.requires_grad_(False)
+    assert not tm.solve(func, y0.clone(), T, controller=tm.FixedStep(0.2), gradient=gradient).y.requires_grad
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # torch's own, in jacfwd
+def test_forward_mode_is_refused_rather_than_zero():
+    with pytest.raises(RuntimeError, match="jvp"):
+        torch.func.jacfwd(lambda y0: tm.solve(lambda t, y: -y, y0, T, controller=tm.FixedStep(0.2)).y[-1])(double(3))
+
+
+def test_parameters_in_defaults_and_in_comprehensions_are_found():
+    lin, y0 = net(), double(2, 3)
+
+    def with_default(t, y, lin=lin):
+        return torch.tanh(lin(y))
+
+    def gradients(func, method):
+        return torch.autograd.grad((end(func, y0, tm.ALF(), method)[-1] ** 2).sum(), lin.weight)
+
+    exact = gradients(with_default, tm.Naive())
+    assert_same(gradients(with_default, tm.MALI()), exact)
+    nets = {"only": lin}
+    assert_same(gradients(lambda t, y: sum(torch.tanh(n(y)) for n in nets.values()), tm.MALI()), exact)
+
+
+def test_parameters_of_a_data_parallel_replica_are_found():
+    module = net()
+    replica = nn.Linear(3, 3).double()  # what replicate() makes: no parameters, but tensors with a history
+    replica._parameters.clear()
+    vars(replica).update({name: p * 1.0 for name, p in module.named_parameters()}, _is_replica=True)
+
+    def gradients(method):
+        y = end(lambda t, y: torch.tanh(nn.functional.linear(y, replica.weight)), double(2, 3), tm.ALF(), method)
+        return torch.autograd.grad((y[-1] ** 2).sum(), module.weight, retain_graph=True)
+
+    assert_same(gradients(tm.MALI()), gradients(tm.Naive()))
+
+
+# Steps.
+
+
+@pytest.mark.parametrize("n", [11, 101, 1001])
+def test_float32_output_times_leave_no_slivers(n):
+    stats = tm.solve(lambda t, y: -y, double(2), torch.linspace(0, 1, n), controller=tm.FixedStep(1 / (n - 1))).stats
+    assert stats.n_steps == n - 1
+
+
+def test_a_step_size_of_none_is_no_step_size():
+    t = torch.tensor([0.0, 1.0])
+    y = tm.odeint(lambda t, y: -10 * y, torch.ones(1).double(), t, method="dopri5", options={"step_size": None})
+    assert abs(y[-1].item() - math.exp(-10)) < 1e-6
+
+
+def test_alfs_error_estimate_does_not_mind_a_field_that_returns_its_input():
+    def n_steps(func):
+        stats = tm.solve(func, torch.ones(2).double(), [0.0, 3.0], controller=tm.AdaptiveStep(1e-3, 1e-4)).stats
+        return stats.n_steps, stats.n_rejected
+
+    assert n_steps(lambda t, y: y) == n_steps(lambda t, y: y.clone())
+    assert n_steps(lambda t, y: y.flip(0)[:]) == n_steps(lambda t, y: y.flip(0).clone())
+
+
+@pytest.mark.parametrize("solver", [tm.ALF(), tm.Dopri5()], ids=repr)
+def test_a_field_that_is_not_finite_at_the_start_is_given_up_soon(solver):
+    calls = []
+
+    def func(t, y):
+        calls.append(1)
+        return y * float("nan")
+
+    with pytest.raises(tm.NonFinite):
+        tm.solve(func, torch.ones(2).double(), [0.0, 1.0], solver=solver, gradient=tm.ACA())
+    assert len(calls) < 200
+
+
+def test_an_infinity_where_the_first_step_rule_looks_does_not_make_steps_of_length_zero():
+    calls = []
+
+    def func(t, y):
+        calls.append(1)
+        return torch.full_like(y, math.inf if 0 < t < 0.5 else 1.0)
+
+    with pytest.raises(tm.NonFinite):
+        tm.solve(func, torch.ones(1).double(), [0.0, 1.0], solver=tm.Dopri5(), gradient=tm.ACA())
+    assert len(calls) < 300
+
+
+def test_steps_move_the_time_even_when_it_is_large():
+    t0 = 1.7e9  # seconds since 1970
+    solution = tm.solve(lambda t, y: -y, torch.ones(1).double(), [t0, t0 + 1.0], controller=tm.AdaptiveStep(h0=1e-12))
+    assert abs(solution.y[-1].item() - math.exp(-1)) < 1e-2
+
+
+def test_many_output_times_do_not_use_up_the_step_limit():
+    controller = tm.AdaptiveStep(1e-2, 1e-3, max_steps=50)
+    solution = tm.solve(lambda t, y: -y, torch.ones(1).double(), torch.linspace(0, 1, 201), controller=controller)
+    assert solution.stats.n_steps >= 200
+
+
+def test_an_accepted_step_that_was_too_bold_makes_the_next_one_shorter():
+    """(t + h) - t is often an ulp shorter than h, which does not make it a step that was cut short to land."""
+    how: Any = {"solver": tm.HeunEuler(), "controller": tm.AdaptiveStep(1e-4, 1e-5), "gradient": tm.ACA()}
+    stats = tm.solve(VAN_DER_POL.f, VAN_DER_POL.y0, [0.0, 10.0], **how).stats
+    assert stats.n_rejected < 0.01 * stats.n_steps
+
+
+def test_without_atol_a_component_that_stays_zero_is_no_error():
+    y0 = torch.tensor([1.0, 0.0], dtype=torch.float64)
+    solution = tm.solve(
+        lambda t, y: -y, y0, [0.0, 1.0], solver=tm.Dopri5(), controller=tm.AdaptiveStep(1e-6, 0.0), gradient=tm.ACA()
+    )
+    assert abs(solution.y[-1, 0].item() - math.exp(-1)) < 1e-5
+
+
+# torchdiffeq's norms.
+
+
+def test_a_norm_in_options_sees_the_tensor_as_torchdiffeqs_does():
+    seen = []
+
+    def norm(x):
+        seen.append(x.shape)
+        return x.abs().max()
+
+    tm.odeint(lambda t, y: -y, double(2, 3), torch.tensor([0.0, 1.0]), rtol=1e-4, atol=1e-5, options={"norm": norm})
+    assert set(seen) == {(2, 3)}
+
+
+def test_a_callable_adjoint_norm_is_refused():
+    options = {"norm": lambda x: x[0]}
+    with pytest.raises(tm.InvalidOption, match="seminorm"):
+        tm.odeint_adjoint(lambda t, y: -y, double(3), torch.tensor([0.0, 1.0]), adjoint_options=options)
+
+
+def test_the_seminorm_leaves_parameters_out_when_a_leaf_is_uncontrolled():
+    lin = net()
+
+    def evaluations(scale):
+        """Parameters on another scale: their error must not matter to the seminorm."""
+
+        def func(t, y):
+            return torch.tanh(lin(y[0])), scale * (lin.bias * y[0]).sum(-1)
+
+        y0 = (double(2, 3).requires_grad_(), double(2))
+        controller = tm.AdaptiveStep((1e-5, math.inf), (1e-6, math.inf))
+        gradient = tm.Adjoint(seminorm=True)
+        solution = tm.solve(func, y0, [0.0, 2.0], solver=tm.Dopri5(), controller=controller, gradient=gradient)
+        (solution.y[0][-1].sum() + 0 * solution.y[1][-1].sum()).backward()
+        return solution.stats.n_evals_backward
+
+    assert evaluations(1.0) == evaluations(1e6)

@@ -1,6 +1,6 @@
 """Measuring side by side: interleaved rounds in random order, ratios paired within a round.
 
-Times are CPU seconds of this process on one thread and (where the system allows) one pinned core; a
+Ratios are of CPU seconds of this process on one thread and (where the system allows) one pinned core; a
 ratio is the median over rounds of the ratio within a round, with its quartiles. Differences below
 the quartiles' distance are not resolved.
 """
@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from rich.progress import Progress
@@ -34,20 +34,28 @@ def quiet_down() -> None:
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
 
 
-def time_side_by_side(runs: Mapping[str, Run], rounds: int, title: str) -> dict[str, list[float]]:
-    """CPU seconds of every run in every round. Each round times every run once, in random order."""
+class Seconds(NamedTuple):
+    """Of each run, a list over rounds."""
+
+    cpu: dict[str, list[float]]
+    wall: dict[str, list[float]]
+
+
+def time_side_by_side(runs: Mapping[str, Run], rounds: int, title: str) -> Seconds:
+    """Seconds of every run in every round. Each round times every run once, in random order."""
     order = random.Random(0)
     names = list(runs)
-    seconds: dict[str, list[float]] = {name: [] for name in names}
+    seconds = Seconds({name: [] for name in names}, {name: [] for name in names})
     for name in names:  # warm up
         runs[name]()
         runs[name]()
     with Progress(transient=True) as progress:
         for _ in progress.track(range(rounds), description=title):
             for name in order.sample(names, len(names)):
-                start = time.process_time()
+                start = time.process_time(), time.perf_counter()
                 runs[name]()
-                seconds[name].append(time.process_time() - start)
+                seconds.cpu[name].append(time.process_time() - start[0])
+                seconds.wall[name].append(time.perf_counter() - start[1])
     return seconds
 
 

@@ -277,7 +277,21 @@ def test_without_atol_a_component_that_stays_zero_is_no_error():
     assert abs(solution.y[-1, 0].item() - math.exp(-1)) < 1e-5
 
 
-# torchdiffeq's norms.
+# torchdiffeq's ways.
+
+
+def test_a_list_may_stand_for_a_tuple():
+    y0 = (double(2), {"x": double(3), "rest": (double(1),)})
+
+    def as_lists(t, y):
+        return [-y[0], {"x": -y[1]["x"], "rest": [-y[1]["rest"][0]]}]
+
+    def as_tuples(t, y):
+        return -y[0], {"x": -y[1]["x"], "rest": (-y[1]["rest"][0],)}
+
+    controller = tm.AdaptiveStep(rtol=[1e-3, {"x": 1e-3, "rest": [1e-3]}])
+    lists, tuples = (tm.solve(f, y0, T, controller=controller).y for f in (as_lists, as_tuples))
+    assert torch.equal(lists[0], tuples[0]) and torch.equal(lists[1]["rest"][0], tuples[1]["rest"][0])
 
 
 def test_a_norm_in_options_sees_the_tensor_as_torchdiffeqs_does():

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# torch.autograd.grad without its checks of the arguments, which cost 10 % of a small f's VJP.
-from torch.autograd.graph import _engine_run_backward as _vjp
-
 from torchmali.solution import InvalidField, require, warn
 from torchmali.state import Leaves, Structure, Tensors, Time
+
+# torch.autograd.grad without its checks of the arguments, which cost a tenth of a small f's VJP.
+_run_backward = torch.autograd.Variable._execution_engine.run_backward
 
 
 class Field:
@@ -130,9 +130,9 @@ class Field:
         """
         z = tuple([x.detach().requires_grad_() for x in z])
         inputs = [*z, *self.theta]
-        t = self.time(t)
         if self.wants_t:
-            inputs.append(t.requires_grad_())
+            t = self.time(t).requires_grad_()
+            inputs.append(t)
         u = self(t, z)
         g = self.vjp(u, inputs, a)
         g_t = g.pop() if self.wants_t else None
@@ -151,7 +151,7 @@ class Field:
         if not ends:
             return [None] * len(inputs)
         options = False, False, tuple(inputs), True  # retain and create graph, inputs, allow unused
-        return list(_vjp(tuple(ends), tuple(starts), *options, accumulate_grad=False))
+        return list(_run_backward(tuple(ends), tuple(starts), *options, accumulate_grad=False))
 
 
 @contextlib.contextmanager

@@ -78,8 +78,8 @@ def integrate(
         k, waiting = k + 1, k + 1
 
     stats.n_steps, stats.n_rejected = n_steps, pace.n_rejected
-    sizes = [abs(number(event.t1 - event.t0)) for event in tape.events if isinstance(event, Step)]
-    stats.h_min, stats.h_max = min(sizes), max(sizes)
+    sizes = [abs(event.t1 - event.t0) for event in tape.events if isinstance(event, Step)]
+    stats.h_min, stats.h_max = number(min(sizes)), number(max(sizes))
     if first_non_finite(state.point) is not None:
         with torch.no_grad():
             integrate(f, z0, [number(t) for t in times], solver, controller, lambda k, z: None, stats, locate=True)

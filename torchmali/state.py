@@ -6,6 +6,7 @@ which a leapfrog solver moves its augmented state (z, v): in place, or out of pl
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,6 +22,9 @@ Time: TypeAlias = "float | Tensor"  # tensors only where autograd follows the ti
 S = TypeVar("S", bound="State")
 
 
+LISTS_AS_TUPLES = str.maketrans("[]", "()", ",")  # in a sketch
+
+
 @dataclass(frozen=True)
 class Structure:
     """The shape of a nested tuple, list or dict, without its leaves."""
@@ -32,11 +36,16 @@ class Structure:
         return Structure(pytree.tree_structure(tree))
 
     def flatten(self, tree: Any) -> tuple:
-        """The leaves of a tree of this structure, dicts in this structure's order; else a ValueError."""
+        """The leaves of a tree of this structure, dicts in this structure's order; else a ValueError.
+
+        A list may stand for a tuple and a tuple for a list.
+        """
         try:
             return tuple(self.spec.flatten_up_to(tree))
         except ValueError:
             wanted, found = sketch(self.rebuild("*" * self.spec.num_leaves)), sketch(tree)
+            if wanted.translate(LISTS_AS_TUPLES) == found.translate(LISTS_AS_TUPLES):
+                return tuple(pytree.tree_leaves(tree))
             raise ValueError(f"{found} instead of {wanted}") from None
 
     def rebuild(self, leaves: Sequence) -> Any:
@@ -107,7 +116,7 @@ class Floats(State):
     __slots__ = ("owns_point", "owns_slope")
 
     def __init__(self, point: Tensors, slope: Tensors = ()):
-        super().__init__(point, slope)
+        self.point, self.slope = point, slope
         self.owns_point = self.owns_slope = False
 
     def fork(self) -> Floats:
@@ -166,7 +175,7 @@ def dot(x: Leaves, y: Leaves) -> Tensor:
 
 def first_non_finite(x: Leaves) -> int | None:
     """The first leaf with a nan or an infinity. Reads the host once when there is none."""
-    finite = [torch.isfinite(leaf).all() for leaf in x]
-    if bool(finite[0] if len(finite) == 1 else torch.stack(finite).all()):
+    sums = [leaf.sum() for leaf in x]
+    if math.isfinite((sums[0] if len(sums) == 1 else torch.stack(sums).sum()).item()):
         return None
-    return next(i for i, leaf_is_finite in enumerate(finite) if not bool(leaf_is_finite))
+    return next((i for i, leaf in enumerate(x) if not bool(torch.isfinite(leaf).all())), None)

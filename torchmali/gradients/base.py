@@ -46,7 +46,8 @@ class Problem:
     def wants_gradient(self) -> bool:
         # Forward-mode tangents count too: autograd then says that there is no rule for them, instead of giving zero.
         inputs = [x for x in self.inputs if x is not None]
-        has_tangent = any(forward_ad.unpack_dual(x).tangent is not None for x in inputs)
+        in_forward_mode = forward_ad._current_level >= 0
+        has_tangent = in_forward_mode and any(forward_ad.unpack_dual(x).tangent is not None for x in inputs)
         return torch.is_grad_enabled() and (has_tangent or any(x.requires_grad for x in inputs))
 
 

@@ -60,7 +60,7 @@ class _Replay(torch.autograd.Function):
             state, a, a_t = walk(f, ctx.solver, ctx.events, end, kept, grad_y, n_times)
         ctx.stats.n_evals_backward, ctx.stats.n_vjps = f.n_evals, f.n_vjps
         ctx.stats.reconstruction_error = ctx.method.judge_backward(state.point, z0, point)
-        return (None, None, a_t.to(t[0]) if f.wants_t else None, *a.sums)
+        return (None, None, torch.stack([f.time(x) for x in a_t]).to(t[0]) if f.wants_t else None, *a.sums)
 
 
 def walk(
@@ -71,7 +71,7 @@ def walk(
     kept: Sequence[Tensor],
     grad_y: Sequence[Tensor | None],
     n_times: int,
-) -> tuple[State, Cotangent, Tensor]:
+) -> tuple[State, Cotangent, list]:
     """Pull dL/dy back over the tape: the state at its start, dL/d(z, v, theta) there, and dL/dt.
 
     Gradients of times hold h fixed: a grid point inside a segment moves with the segment's start, the last one with its
@@ -112,4 +112,4 @@ def walk(
             torch._foreach_zero_(a.v)
             if g_t is not None:
                 a_t[end] = a_t[end] + g_t
-    return state, a, torch.stack([f.time(x) for x in a_t])
+    return state, a, a_t

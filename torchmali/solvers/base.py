@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torchmali.field import Field
-from torchmali.state import State, Tensors, Time, add_
+from torchmali.state import State, Tensors, Time
 
 Slope = Callable[[Time, Tensors], Tensors]  # f on leaves
 
@@ -37,19 +37,14 @@ class Cotangent:
         self.inside: Sequence[Time] = ()  # and dL/dt of the outputs inside it
 
 
-def accumulate(total: list, grads: Sequence[Tensor | None], scale: float = 1.0) -> None:
+def accumulate(total: list, grads: list, scale: float = 1.0) -> None:
     """total += scale * grads, with gaps in both. Keeps no tensor of grads: it may be shared."""
-    into, new = [], []
-    for i, g in enumerate(grads):
-        if g is None:
-            continue
-        if total[i] is None:
-            total[i] = g * scale
-        else:
-            into.append(total[i])
-            new.append(g)
-    if into:
-        add_(into, new, scale)
+    try:
+        torch._foreach_add_(total, grads, alpha=scale)
+    except TypeError:  # there is a gap
+        for i, g in enumerate(grads):
+            if g is not None:
+                total[i] = g * scale if total[i] is None else total[i].add_(g, alpha=scale)
 
 
 class Inside(NamedTuple):

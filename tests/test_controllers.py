@@ -169,6 +169,14 @@ def test_adaptive_solution_ends_within_ten_tolerances_of_scipys(ode, solver, rto
     assert scaled_error(solution.y[-1], ode.reference(), rtol, rtol / 10) < allowed(solver)
 
 
+@pytest.mark.parametrize("solver, rtol", [pair for pair in TOLERANCES if not isinstance(pair[0], ALF)], ids=repr)
+def test_adaptive_runge_kutta_ends_within_ten_tolerances_of_scipys_on_van_der_pol(solver, rtol):
+    """Contracts too much for ALF. Up to 5: at 10 and rtol 1e-3, Dopri5 is 10.4 tolerances off, as SciPy's RK45 is."""
+    ode = within_reach(VAN_DER_POL.until(5.0), solver, rtol)
+    solution = run(ode, solver, rtol, max_steps=100_000)
+    assert scaled_error(solution.y[-1], ode.reference(), rtol, rtol / 10) < allowed(solver)
+
+
 @pytest.mark.parametrize("solver", ADAPTIVE, ids=repr)
 def test_a_tighter_tolerance_gives_a_smaller_error(solver):
     errors = [

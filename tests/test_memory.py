@@ -111,6 +111,22 @@ def test_deleting_the_output_frees_everything(method):
         gc.enable()
 
 
+@pytest.mark.cuda
+@pytest.mark.parametrize("method", [tm.Adjoint(), tm.ACA(), tm.MALI()], ids=repr)
+def test_a_gpu_gives_the_cpus_gradient(method):
+    net, y0 = two_layers()
+
+    def gradient(device):
+        net.to(device)
+        y = y0.to(device).requires_grad_()
+        t = torch.tensor([0.0, 0.3, 1.0], requires_grad=True)
+        solution = tm.solve(lambda t, y: net(y), y, t, controller=tm.FixedStep(0.1), gradient=method)
+        return [g.cpu() for g in torch.autograd.grad((solution.y**2).sum(), [y, t, *net.parameters()])]
+
+    for on_gpu, on_cpu in zip(gradient("cuda"), gradient("cpu"), strict=True):
+        assert torch.allclose(on_gpu, on_cpu, rtol=1e-3, atol=1e-4)
+
+
 class HostReads(TorchDispatchMode):
     """Counts .item(), bool(tensor) and the like."""
 

@@ -24,8 +24,8 @@ class ALF(ReversibleSolver):
     """Asynchronous leapfrog (Algorithms 2 and 3), damped for eta < 1 (Appendix A.5).
 
     Second order with eta = 1. Damping makes it first order and its inverse amplify round-off by 1/|1 - 2 eta| per step;
-    eta = 1/2 has no inverse. Without damping, directions in which f contracts by more than about e^5 over the whole
-    time make v oscillate and the solution useless at any step size (docs/limits.md).
+    eta = 1/2 has no inverse. Without damping, directions in which f contracts strongly over the time span excite an
+    oscillation of v that ordinary step sizes do not keep small (docs/limits.md).
     """
 
     eta: float = 1.0

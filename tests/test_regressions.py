@@ -82,6 +82,27 @@ def test_a_weight_made_from_a_parameter_in_the_same_closure_is_not_doubled(solve
 
 
 @exact_methods
+def test_a_parameter_and_what_was_made_from_it_are_told_apart_through_args(solver, gradient):
+    lin, y0 = net(), double(2, 3)
+
+    def func(t, y, skew):
+        return torch.tanh(y @ skew) + lin(y)
+
+    def by_args(skew):
+        return end(func, y0, solver, gradient, args=(skew,))
+
+    def by_closure(skew, method=gradient):
+        return end(lambda t, y: func(t, y, skew), y0, solver, method)
+
+    def gradients(solution):
+        return torch.autograd.grad((solution(lin.weight - lin.weight.T)[-1] ** 2).sum(), lin.weight)
+
+    with pytest.raises(tm.InvalidField, match=r"directly and through another.*args=\("):
+        gradients(by_closure)
+    assert_same(gradients(by_args), gradients(lambda skew: by_closure(skew, tm.Naive())))
+
+
+@exact_methods
 def test_results_that_f_keeps_for_itself_do_not_disturb_the_next_solve(solver, gradient):
     class Keeper:
         def __init__(self):

@@ -41,8 +41,8 @@ class Field:
         # What another one is computed from gets its gradient through that one, outside: here it would be counted twice.
         roots = [p.grad_fn for p in unique.values() if p.grad_fn is not None]
         behind = _graph([node for root in roots for node, _ in root.next_functions], set())
-        hidden = {id(x) for x in map(_leaf, behind)}
-        theta = [p for p in unique.values() if id(p) not in hidden and p.grad_fn not in behind]
+        self.behind = {id(x) for x in map(_leaf, behind)}
+        theta = [p for p in unique.values() if id(p) not in self.behind and p.grad_fn not in behind]
         self.args, self.is_leaf = args, structure.spec.is_leaf()
         self.theta = [*(self.arg_leaves[i] for i in self.slots), *theta]
         self.signature = [(z.shape, z.dtype) for z in z0]
@@ -117,6 +117,11 @@ class Field:
         with torch.enable_grad():
             u = self(t, z)
         for leaf in forgotten_leaves(u, [*self.theta, t, *z]):  # f may have made t and y require gradients itself
+            twice = (
+                f"f depends on a tensor of shape {tuple(leaf.shape)} directly and through another tensor that was made "
+                "from it outside f, and only one of the two parts would be counted. Pass the other through args=(...)."
+            )
+            require(id(leaf) not in self.behind, twice, InvalidField)
             warn(
                 f"f depends on a tensor of shape {tuple(leaf.shape)} that requires a gradient but would get none: it "
                 "is not among the parameters found in f. Pass it through args=(...), or list it in params=[...]."

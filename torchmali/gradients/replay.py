@@ -55,9 +55,9 @@ class _Replay(torch.autograd.Function):
         saved, sizes = iter(ctx.saved_tensors), (1, n, n_theta, n, n_slopes, None)
         t, z0, theta, point, slope, kept = (tuple(islice(saved, size)) for size in sizes)
         f = ctx.field.with_theta(theta, wants_t=ctx.needs_input_grad[2])
-        end = Floats(tuple(x.detach() for x in point), slope)
+        point = tuple(x.detach() for x in point)  # an f that calls y.requires_grad_() leaves its mark
         with torch.enable_grad(), without_hooks(theta):  # for f; nothing else here requires a gradient
-            state, a, a_t = walk(f, ctx.solver, ctx.events, end, kept, grad_y, n_times)
+            state, a, a_t = walk(f, ctx.solver, ctx.events, Floats(point, slope), kept, grad_y, n_times)
         ctx.stats.n_evals_backward, ctx.stats.n_vjps = f.n_evals, f.n_vjps
         ctx.stats.reconstruction_error = ctx.method.judge_backward(state.point, z0, point)
         return (None, None, torch.stack([f.time(x) for x in a_t]).to(t[0]) if f.wants_t else None, *a.sums)

@@ -1,11 +1,13 @@
-"""What the README shows is run as it stands."""
+"""What the README shows is run as it stands, and its numbers are those of the committed record."""
 
+import json
 import re
 from pathlib import Path
 
 import torch
 
-README = Path(__file__).parent.parent / "README.md"
+ROOT = Path(__file__).parent.parent
+README = ROOT / "README.md"
 
 
 def test_the_readmes_examples_run():
@@ -18,3 +20,20 @@ def test_the_readmes_examples_run():
     exec(second, names)
     names["y"].sum().backward()
     assert names["y0"].grad is not None
+
+
+def test_the_readmes_benchmark_is_the_record():
+    record = json.loads((ROOT / "benchmarks" / "records" / "gradients.json").read_text())["results"]
+    rows = {
+        "MALI": r"\*\*MALI\*\*",
+        "ACA": "ACA",
+        "naive": "naive .*?",
+        "TDEPack MALI": "MALI of the paper's code .*?",
+        "lb_eager": "lower limit.*?",
+    }
+    for method, label in rows.items():
+        cells = []
+        for workload in ("W1", "W2"):
+            ratio = record[workload]["time_ratios"].get(f"{method} / lb_eager", {"median": 1})["median"]
+            cells += ["1" if ratio == 1 else f"{ratio:.2f}", f"{record[workload]['peak_bytes'][method] / 1e6:.2f}"]
+        assert re.search(rf"^\| {label} \| {re.escape(' | '.join(cells))} \|$", README.read_text(), re.M), method

@@ -42,7 +42,7 @@ class Start(NamedTuple):
 
 
 class Pace(ABC):
-    """A controller at work in one solve, output times apart."""
+    """A controller at work in one solve."""
 
     n_rejected = 0
 
@@ -119,9 +119,8 @@ class AdaptiveStep(StepController):
 
     rtol, atol: numbers, or trees of numbers of y0's structure; a leaf with an infinite one is not controlled. h0: size
     of the first step (None: Hairer's rule, one evaluation more). norm: from the scaled error's leaves to a 0-d tensor.
-    min_factor, max_factor: limits of the change of h from one attempt to the next. max_steps: attempts in one
-    solve, not counting steps cut short by output times. land: end steps on output times although the solver has an
-    interpolant.
+    min_factor, max_factor: limits of the change of h from one attempt to the next. max_steps: attempts in one solve,
+    not counting steps cut short by output times. land: end steps on output times although the solver can interpolate.
     """
 
     rtol: Any = 1e-3

@@ -119,14 +119,15 @@ def _checked_times(t: Any) -> tuple[Tensor, list[float]]:
 
 
 def _ordered(times: list[float]) -> list[float]:
-    n = len(times)
-    require(n >= 2, f"t needs a start and at least one output time; got {n}.", InvalidTimes)
-    require(all(map(math.isfinite, times)), f"t must be finite; got {times}.", InvalidTimes)
-    for k, (a, b) in enumerate(pairwise(times)):
-        what = f"t[{k}] = {a:g}, t[{k + 1}] = {b:g}"
-        require(a != b, f"t repeats a time: {what}. Give each output time once.", InvalidTimes)
-        monotonic = (b > a) == (times[1] > times[0])
-        require(monotonic, f"t must be increasing or decreasing throughout: {what}. Sort it.", InvalidTimes)
+    require(len(times) >= 2, f"t needs a start and at least one output time; got {len(times)}.", InvalidTimes)
+    k = next((k for k, t in enumerate(times) if not math.isfinite(t)), -1)
+    require(k < 0, f"t must be finite; got t[{k}] = {times[k]}.", InvalidTimes)
+    forward = times[1] > times[0]
+    k = next((k for k, (a, b) in enumerate(pairwise(times)) if a == b or (b > a) != forward), -1)
+    where = f"t[{k}] = {times[k]:g}, t[{k + 1}] = {times[k + 1]:g}"
+    repeats = k >= 0 and times[k] == times[k + 1]
+    require(not repeats, f"t repeats a time: {where}. Give each output time once.", InvalidTimes)
+    require(k < 0, f"t must be increasing or decreasing throughout: {where}. Sort it.", InvalidTimes)
     return times
 
 
@@ -184,8 +185,8 @@ def odeint_adjoint(
     what = 'adjoint_options["norm"] can only be "seminorm" here. For another norm: gradient=Adjoint(controller=...).'
     require("norm" not in backward, what)
     solver = _named(adjoint_method or method, SOLVERS, Solver, "method", rk.Dopri5())
-    rtols = rtol if adjoint_rtol is None else adjoint_rtol, atol if adjoint_atol is None else adjoint_atol
-    gradient = Adjoint(solver, _controller(solver, *rtols, backward), seminorm)
+    tolerances = rtol if adjoint_rtol is None else adjoint_rtol, atol if adjoint_atol is None else adjoint_atol
+    gradient = Adjoint(solver, _controller(solver, *tolerances, backward), seminorm)
     forward = {"rtol": rtol, "atol": atol, "method": method, "options": options}
     return odeint(func, y0, t, **forward, gradient=gradient, args=args, params=adjoint_params)
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torchmali.solution import InvalidField, require, warn
 from torchmali.state import Leaves, Structure, Tensors, Time
 
-# torch.autograd.grad without its checks of the arguments, which cost a tenth of a small f's VJP.
+# torch.autograd.grad without its checks of the arguments: they are a good part of the VJP of a small f.
 _run_backward = torch.autograd.Variable._execution_engine.run_backward
 
 
@@ -77,7 +77,7 @@ class Field:
     def time(self, t: Time) -> Tensor:
         if isinstance(t, Tensor):
             return t.to(self.device, self.t_dtype)
-        return self.zero.new_full((), t)  # no host-device wait, and a third of torch.full's cost
+        return self.zero.new_full((), t)  # no host-device wait, and cheaper than torch.full
 
     def __call__(self, t: Time, z: Tensors) -> Tensors:
         if self.looks_for_leaves:

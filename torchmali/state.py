@@ -153,7 +153,7 @@ class Traced(State):
 
 
 def add_(x: Leaves, y: Leaves, alpha: float) -> None:
-    """x += alpha y. A foreach over one small leaf costs twice what the plain call does."""
+    """x += alpha y. The plain call is cheaper than a foreach over one small leaf."""
     if len(x) == 1:
         x[0].add_(y[0], alpha=alpha)
     else:
@@ -161,7 +161,7 @@ def add_(x: Leaves, y: Leaves, alpha: float) -> None:
 
 
 def scale_(x: Leaves, factor: float) -> None:
-    """x *= factor. A change of sign costs a third of a product with a number."""
+    """x *= factor. A change of sign is cheaper than a product with a number."""
     if factor == -1:
         torch._foreach_neg_(x)
     else:

@@ -279,6 +279,12 @@ def test_steps_move_the_time_even_when_it_is_large():
     assert abs(solution.y[-1].item() - math.exp(-1)) < 1e-2
 
 
+def test_steps_too_short_to_move_the_time_end_at_the_step_limit():
+    t0 = 1.7e9
+    with pytest.raises(tm.StepLimit):
+        tm.solve(lambda t, y: -y, torch.ones(1).double(), [t0, t0 + 1.0], controller=tm.AdaptiveStep(h_max=1e-12))
+
+
 def test_many_output_times_do_not_use_up_the_step_limit():
     controller = tm.AdaptiveStep(1e-2, 1e-3, max_steps=50)
     solution = tm.solve(lambda t, y: -y, torch.ones(1).double(), torch.linspace(0, 1, 201), controller=controller)

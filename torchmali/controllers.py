@@ -236,7 +236,7 @@ class _AdaptivePace(Pace):
             if self.just_rejected:
                 factor = min(1.0, factor)
             # A step cut short to land on an output says little about the next h: keep the longer.
-            cut_short = abs(h) < 0.99 * abs(self.h)
+            cut_short = 0 < abs(h) < 0.99 * abs(self.h)  # of length 0: too short to move the time
             self.h = max(h * factor, self.h, key=abs) if cut_short else h * factor
             self.limit += cut_short  # many output times are no sign of trouble
         else:

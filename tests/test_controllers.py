@@ -239,6 +239,13 @@ def test_solvers_without_fsal_evaluate_every_stage_of_a_step(solver, stages, h0)
     assert stats.n_evals_forward == stages * stats.n_steps + (h0 is None)
 
 
+@pytest.mark.parametrize("solver, stages", [(HeunEuler(), 2), (Dopri8(), 13)], ids=str)
+def test_a_rejected_attempt_does_not_evaluate_its_first_stage_again(solver, stages):
+    stats = run(VAN_DER_POL.until(3.0), solver, 1e-4, h0=1.0).stats
+    assert stats.n_rejected >= 1
+    assert stats.n_evals_forward == stages * stats.n_steps + (stages - 1) * stats.n_rejected
+
+
 def test_rejected_attempts_are_counted():
     f = Recorder(DECAY.f)
     controller = AdaptiveStep(1e-6, 1e-7, h0=1.0)

@@ -34,7 +34,9 @@ class SameGrid(tm.StepController):
         return self
 
     def pace(self, start: Start) -> Pace:
-        return _SamePace(list(self.boundaries))
+        pace = _SamePace(list(self.boundaries))
+        pace.controlled = range(len(start.state.point))
+        return pace
 
 
 class _SamePace(Pace):

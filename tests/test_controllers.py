@@ -182,7 +182,7 @@ def test_a_tighter_tolerance_gives_a_smaller_error(solver):
     errors = [
         torch.dist(run(LOGISTIC, solver, rtol).y[-1], LOGISTIC.at(LOGISTIC.span[1])).item() for rtol in (1e-3, 1e-6)
     ]
-    assert errors[0] > 100 * errors[1]
+    assert errors[0] > 50 * errors[1]  # ALF(order=4) follows tol^(4/6): 100 times
 
 
 @pytest.mark.parametrize("ode", SMOOTH, ids=repr)
@@ -223,12 +223,12 @@ def test_the_last_step_is_checked_too(solver, rtol):
 @pytest.mark.parametrize("ode", [MLP, FORCED, LOGISTIC], ids=repr)
 def test_adaptive_steps_evaluate_f_as_often_as_they_must(solver, fresh, h0, ode):
     """FSAL solvers get the first stage from the step before, accepted or not; one evaluation for
-    the start, one more for choosing the first step.
+    the start, one more for choosing the first step; ALF one for each refresh.
     """
     f = Recorder(ode.f)
     stats = solve(f, ode.y0, ode.span, solver=solver, controller=AdaptiveStep(1e-4, 1e-5, h0=h0), gradient=ACA()).stats
     attempts = stats.n_steps + stats.n_rejected
-    assert stats.n_evals_forward == len(f.times) == fresh * attempts + 1 + (h0 is None)
+    assert stats.n_evals_forward == len(f.times) == fresh * attempts + stats.n_refreshes + 1 + (h0 is None)
 
 
 @pytest.mark.parametrize("solver, stages", [(HeunEuler(), 2), (Dopri8(), 13)], ids=str)
@@ -433,12 +433,12 @@ class Scripted(Solver):
         self.errors, self.moves, self.attempts = list(errors), list(moves), []
 
     def start(self, f, t0, z0, arithmetic):
-        return arithmetic(z0, ()), None
+        return arithmetic.of(z0), None
 
     def slope(self, state, carry):
         return tuple(torch.zeros_like(z) for z in state.point)
 
-    def step(self, f, t0, t1, state, carry, adaptive):
+    def step(self, f, t0, t1, state, carry, adaptive, watched=False):
         self.attempts.append((t0, t1))
         error = float(self.errors.pop(0)) if self.errors else 0.01
         move = self.moves.pop(0) if self.moves else 0.0

@@ -123,12 +123,12 @@ def test_args_must_be_a_tuple():
 @pytest.mark.parametrize("eta", [0.0, 1.1, -0.3, math.nan])
 def test_damping_must_lie_in_its_range(eta):
     with complaint(InvalidOption, ValueError, f"eta={eta}", "(0, 1]"):
-        ALF(eta)
+        ALF(eta=eta)
 
 
 def test_damping_of_one_half_has_no_inverse():
     with complaint(InvalidOption, ValueError, "eta=0.5", "no inverse", "1 - 2 eta", "0.45"):
-        ALF(0.5)
+        ALF(eta=0.5)
 
 
 @pytest.mark.parametrize("h", [0, -0.1, math.nan])
@@ -469,21 +469,27 @@ def test_a_tolerance_near_round_off_of_one_leaf_is_warned_about():
         solve(lambda t, y: y, (Y0, Y0.float()), SPAN, controller=controller)
 
 
-@pytest.mark.parametrize("dtype, n_steps", [(torch.float64, 40), (torch.float32, 20)])
-def test_damping_over_too_many_steps_is_warned_about(dtype, n_steps):
-    """1/|1 - 2 eta| = 2.5 per step: 2.5^40 eps = 1.8 in float64, 2.5^20 eps = 11 in float32."""
-    y0 = Y0.to(dtype, copy=True).requires_grad_()
-    controller = FixedStep(1 / n_steps)
-    with warning(f"{n_steps} damped steps", "eta=0.7", "round-off", "eta=1", "gradient=ACA()"):
-        solve(decay, y0, SPAN, solver=ALF(0.7), controller=controller)
-
-
-def test_damping_is_not_warned_about_where_it_does_no_harm():
+def test_damping_without_checkpoints_is_refused_with_the_remedy():
     y0 = Y0.clone().requires_grad_()
-    solve(decay, y0, SPAN, solver=ALF(0.7), controller=FixedStep(1 / 30))  # 2.5^30 eps = 2e-4
-    solve(decay, y0, SPAN, solver=ALF(1.0), controller=FixedStep(1 / 300))
-    solve(decay, Y0, SPAN, solver=ALF(0.7), controller=FixedStep(1 / 300))  # no gradient is wanted
-    solve(decay, y0, SPAN, solver=ALF(0.7), controller=FixedStep(1 / 300), gradient=ACA())
+    gradient = MALI(checkpoint_every=None)
+    with complaint(
+        Incompatible, TypeError, "eta=0.7", "2.5 times per step", 'checkpoint_every="auto"', "unsafe_damping=True"
+    ):
+        solve(decay, y0, SPAN, solver=ALF(eta=0.7), controller=FixedStep(0.1), gradient=gradient)
+
+
+def test_the_published_damping_warns_of_the_expected_amplification_before_the_solve():
+    """2.5^20 = 9.1e7. The field fails at its first evaluation: by then the warning is out."""
+
+    def func(t, y):
+        raise ZeroDivisionError
+
+    y0, gradient = Y0.clone().requires_grad_(), MALI(checkpoint_every=None, unsafe_damping=True)
+    with (
+        warning("eta=0.7", "2.5 times per step", "9.1e+07 in 20 steps", 'checkpoint_every="auto"'),
+        pytest.raises(ZeroDivisionError),
+    ):
+        solve(func, y0, SPAN, solver=ALF(eta=0.7), controller=FixedStep(1 / 20), gradient=gradient)
 
 
 def test_a_warning_points_to_the_line_of_the_user():

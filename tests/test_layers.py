@@ -11,13 +11,16 @@ CORE = Path(__file__).parent.parent / "torchmali"
 ROOMS = [  # a room may import those named before it
     "state",
     "solution",
+    "grid",
     "measure",
     "tape",
     "field",
     "solvers.base",
     "solvers.leapfrog",
     "solvers.runge_kutta",
+    "solvers.coupled",
     "controllers",
+    "watch",
     "integrate",
     "gradients.base",
     "gradients.naive",
@@ -29,14 +32,14 @@ ROOMS = [  # a room may import those named before it
     "__init__",
 ]
 FORBIDDEN = {  # finer than the order above: importing room -> what it must not know
-    "integrate": ("field", "solvers.leapfrog", "solvers.runge_kutta"),
+    "integrate": ("field", "grid", "solvers.leapfrog", "solvers.runge_kutta", "solvers.coupled"),
     "controllers": ("field", "tape", "solvers.leapfrog", "solvers.runge_kutta"),
     "gradients.replay": ("solvers.leapfrog", "solvers.runge_kutta"),
     "gradients.adjoint": ("gradients.replay", "solvers.leapfrog", "solvers.runge_kutta"),
     "solvers.runge_kutta": ("solvers.leapfrog",),
 }
 SOURCES = [path for path in sorted(CORE.rglob("*.py")) if path.read_text().strip()]
-MAX_LINES = 1500
+MAX_LINES = 2500
 
 
 def room(path: Path) -> str:
@@ -70,7 +73,7 @@ def test_imports_go_in_one_direction(path: Path):
 def test_the_core_needs_torch_and_the_standard_library_alone(path: Path):
     standard = {
         "__future__", "abc", "collections", "contextlib", "copy", "dataclasses", "functools", "itertools", "math",
-        "sys", "types", "typing", "warnings", "weakref",
+        "re", "sys", "types", "typing", "warnings", "weakref",
     }  # fmt: skip
     for name in imports(path):
         assert name.split(".")[0] in standard | {"torch", "torchmali"}, f"{room(path)}: {name}"

@@ -128,11 +128,25 @@ def test_a_gpu_gives_the_cpus_gradient(method):
 
 
 class HostReads(TorchDispatchMode):
-    """Counts .item(), bool(tensor) and the like."""
+    """Counts .item(), bool(tensor), .tolist() and the like."""
 
     def __init__(self):
         super().__init__()
         self.n = 0
+
+    def __enter__(self):
+        self.tolist = torch.Tensor.tolist  # on the CPU it goes past the dispatcher
+
+        def counted(tensor):
+            self.n += 1
+            return self.tolist(tensor)
+
+        torch.Tensor.tolist = counted  # type: ignore[method-assign]
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        torch.Tensor.tolist = self.tolist  # type: ignore[method-assign]
+        return super().__exit__(*error)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.n += func is torch.ops.aten._local_scalar_dense.default
@@ -159,23 +173,50 @@ def test_the_counter_counts():
     assert reads.n == 3
 
 
-@pytest.mark.parametrize("solver", [tm.ALF(), tm.RK4(), tm.Dopri5()], ids=repr)
+PER_SOLVE = 2  # the times, and whether the end is finite
+
+
+@pytest.mark.parametrize("solver", [tm.ALF(refresh="never"), tm.ALF(refresh=10), tm.RK4(), tm.Dopri5()], ids=repr)
 @pytest.mark.parametrize("method", [tm.Naive(), tm.ACA(), tm.MALI()], ids=repr)
 def test_a_fixed_step_loop_reads_nothing_from_the_device(method, solver):
     if isinstance(method, tm.MALI) and not isinstance(solver, tm.ReversibleSolver):
         method = tm.ACA()
-    short, long = (host_reads(method, tm.FixedStep(h), solver) for h in (0.2, 0.01))
-    assert long[:2] == short[:2]  # a fixed number per solve, whatever the number of steps
-    assert long[0] <= 1 and long[1] <= 1  # finiteness at the end; MALI's reconstruction error
+    for h in (0.2, 0.01):
+        forward, backward, stats = host_reads(method, tm.FixedStep(h), solver)
+        assert forward <= PER_SOLVE
+        compared = 1 + stats.n_refreshes if isinstance(method, tm.MALI) else 0  # what was rebuilt, with the truth
+        assert backward == compared
 
 
-@pytest.mark.parametrize("solver", [tm.ALF(), tm.Dopri5(), tm.Bosh3()], ids=repr)
+@pytest.mark.parametrize("method", [tm.Naive(), tm.ACA(), tm.MALI()], ids=repr)
+@pytest.mark.parametrize(("order", "period"), [(2, 8), (4, 1), (6, 1)])
+def test_the_refresh_detector_reads_once_in_eight_evaluations_or_more(order, period, method):
+    forward, _, stats = host_reads(method, tm.FixedStep(0.025), tm.ALF(order=order))
+    assert stats.n_refreshes == 0
+    assert forward == PER_SOLVE + stats.n_steps // period
+
+
+def test_exact_mode_reads_once_per_step():
+    forward, _, stats = host_reads(tm.MALI(exact=True), tm.FixedStep(0.025), tm.ALF())
+    starts = 2  # the scales of z0 and v0
+    assert stats.n_refreshes == 0
+    assert forward <= PER_SOLVE + starts + stats.n_steps + stats.n_rescales + 1  # 1: scales that are mixed
+
+
+@pytest.mark.parametrize("solver", [tm.ALF(), tm.ALF(order=4), tm.Dopri5(), tm.Bosh3()], ids=repr)
 @pytest.mark.parametrize("tolerance", [1e-2, 1e-4])
 def test_an_adaptive_attempt_reads_once(solver, tolerance):
     controller = tm.AdaptiveStep(tolerance, tolerance / 10, h0=0.3)
     forward, backward, stats = host_reads(tm.ACA(), controller, solver)
-    assert forward == stats.n_steps + stats.n_rejected + 1  # finiteness at the end
+    assert forward == PER_SOLVE + stats.n_steps + stats.n_rejected
     assert backward == 0
+
+
+@pytest.mark.parametrize("tolerance", [1e-2, 1e-4])
+def test_an_adaptive_attempt_in_exact_mode_reads_once(tolerance):
+    controller = tm.AdaptiveStep(tolerance, tolerance / 10, h0=0.3)
+    forward, _, stats = host_reads(tm.MALI(exact=True), controller, tm.ALF())
+    assert forward <= PER_SOLVE + 3 + stats.n_steps + stats.n_rejected + 2 * stats.n_refreshes + stats.n_rescales
 
 
 def test_hairers_rule_reads_a_fixed_number_of_times():

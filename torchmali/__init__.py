@@ -10,10 +10,11 @@ from torchmali.gradients.mali import MALI
 from torchmali.gradients.naive import Naive
 from torchmali.odeint import odeint, odeint_adjoint, solve
 from torchmali.solution import (
-    DoubleBackward, Incompatible, InvalidField, InvalidOption, InvalidState, InvalidTimes, NonFinite, Solution,
-    SolverError, SolverWarning, Stats, StepLimit, StepUnderflow, UnknownMethod,
+    DoubleBackward, Incompatible, InvalidField, InvalidOption, InvalidState, InvalidTimes, NonFinite,
+    NonRepeatableField, Solution, SolverError, SolverWarning, Stats, StepLimit, StepUnderflow, UnknownMethod,
 )
 from torchmali.solvers.base import ReversibleSolver, Solver
+from torchmali.solvers.coupled import Reversible
 from torchmali.solvers.leapfrog import ALF
 from torchmali.solvers.runge_kutta import (
     RK4, Bosh3, Dopri5, Dopri8, Euler, Heun, Heun3, HeunEuler, Midpoint, RK4ThreeEighths, Tsit5,
@@ -24,7 +25,7 @@ __version__ = "0.1.0.dev0"
 __all__ = [
     "ACA", "ALF", "MALI", "RK4", "AdaptiveStep", "Adjoint", "Bosh3", "Dopri5", "Dopri8", "DoubleBackward", "Euler",
     "FixedStep", "GradientMethod", "Heun", "Heun3", "HeunEuler", "Incompatible", "InvalidField", "InvalidOption",
-    "InvalidState", "InvalidTimes", "Midpoint", "Naive", "NonFinite", "RK4ThreeEighths", "ReversibleSolver",
-    "Solution", "Solver", "SolverError", "SolverWarning", "Stats", "StepController", "StepLimit", "StepUnderflow",
-    "Tsit5", "UnknownMethod", "odeint", "odeint_adjoint", "rms_norm", "solve",
+    "InvalidState", "InvalidTimes", "Midpoint", "Naive", "NonFinite", "NonRepeatableField", "RK4ThreeEighths",
+    "Reversible", "ReversibleSolver", "Solution", "Solver", "SolverError", "SolverWarning", "Stats", "StepController",
+    "StepLimit", "StepUnderflow", "Tsit5", "UnknownMethod", "odeint", "odeint_adjoint", "rms_norm", "solve",
 ]

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -45,13 +46,18 @@ class Pace(ABC):
     """A controller at work in one solve."""
 
     n_rejected = 0
+    controlled: Sequence[int]  # the leaves whose accuracy counts
 
     @abstractmethod
     def next(self, t: Time, target: Time) -> Time:
         """Where the next attempt from t should end: `target` itself, or a time before it."""
 
-    def accepts(self, t0: Time, t1: Time, before: State, attempt: Attempt) -> bool:
-        """Whether the attempt counts (asked of adaptive controllers only). One host read."""
+    def measure(self, before: State, attempt: Attempt) -> Tensor:
+        """The attempt's error over the tolerance, as a 0-d tensor (asked of adaptive controllers only)."""
+        raise AssertionError("fixed steps are not measured")
+
+    def accepts(self, t0: Time, t1: Time, attempt: Attempt, ratio: Tensor, value: float) -> bool:
+        """Whether the attempt counts, given what was measured and its value."""
         return True
 
 
@@ -69,6 +75,10 @@ class StepController(ABC):
     @abstractmethod
     def lands(self, solver: Solver) -> bool:
         """Whether steps end on every output time, or only on the last one (and interpolate)."""
+
+    def count(self, times: list[float]) -> int | None:
+        """How many steps a solve over these times will take; None: who knows."""
+        return None
 
     def bind(self, structure: Structure) -> StepController:
         """This controller for a state of this structure."""
@@ -94,20 +104,27 @@ class FixedStep(StepController):
     def lands(self, solver: Solver) -> bool:
         return True
 
+    def count(self, times: list[float]) -> int:
+        return sum(_n_steps(abs(b - a), self.h) for a, b in pairwise(times))
+
     def pace(self, start: Start) -> Pace:
-        return _FixedPace(self.h)
+        return _FixedPace(self.h, range(len(start.state.point)))
+
+
+def _n_steps(span: float, size: float) -> int:
+    return max(1, math.ceil(span / size - 1e-3))  # output times are often float32
 
 
 class _FixedPace(Pace):
-    def __init__(self, size: float):
-        self.size = size
+    def __init__(self, size: float, leaves: Sequence[int]):
+        self.size, self.controlled = size, leaves
         self.target: Time | None = None
 
     def next(self, t: Time, target: Time) -> Time:
         if target is not self.target:
             span = number(target - t)
             self.target, self.start, self.i = target, t, 0
-            self.n = max(1, math.ceil(abs(span) / self.size - 1e-3))
+            self.n = _n_steps(abs(span), self.size)
             self.h = math.copysign(self.size, span)
         self.i += 1
         return target if self.i == self.n else self.start + self.i * self.h
@@ -119,8 +136,10 @@ class AdaptiveStep(StepController):
 
     rtol, atol: numbers, or trees of numbers of y0's structure; a leaf with an infinite one is not controlled. h0: size
     of the first step (None: Hairer's rule, one evaluation more). norm: from the scaled error's leaves to a 0-d tensor.
-    min_factor, max_factor: limits of the change of h from one attempt to the next. max_steps: attempts in one solve,
-    not counting steps cut short by output times. land: end steps on output times although the solver can interpolate.
+    min_factor, max_factor: limits of the change of h from one attempt to the next. beta > 0: a PI controller, h <- h
+    safety r^-((1 - 3/4 beta)/q) r_before^(beta/q), which changes h more smoothly (try 0.4). max_steps: attempts in one
+    solve, not counting steps cut short by output times. land: end steps on output times although the solver can
+    interpolate.
     """
 
     rtol: Any = 1e-3
@@ -130,6 +149,7 @@ class AdaptiveStep(StepController):
     safety: float = 0.9
     min_factor: float = 0.2
     max_factor: float = 10.0
+    beta: float = 0.0
     h_min: float = 0.0
     h_max: float = math.inf
     max_steps: int = 10_000
@@ -146,6 +166,7 @@ class AdaptiveStep(StepController):
         require(0 < self.safety < 1, f"{me}(safety={self.safety}): must lie in (0, 1).")
         low, high = self.min_factor, self.max_factor
         require(0 < low < 1 < high, f"{me}: need 0 < min_factor < 1 < max_factor, got {low}, {high}.")
+        require(0 <= self.beta < 1, f"{me}(beta={self.beta}): must lie in [0, 1), where 0 is the plain controller.")
         require(0 <= self.h_min < self.h_max, f"{me}: need 0 <= h_min < h_max, got {self.h_min}, {self.h_max}.")
         require(self.max_steps > 0, f"{me}(max_steps={self.max_steps}): need at least one step.")
 
@@ -181,6 +202,7 @@ class _AdaptivePace(Pace):
         self.atol = [controller.atol[i] or 1e-36 for i in self.controlled]  # 0 / 0 is no error
         self.n_attempts, self.limit = 0, controller.max_steps
         self.just_rejected = False
+        self.last = 1e-4  # the ratio of the last accepted step (Hairer's first one)
         size = controller.h0 or self._first_step(start)
         size = max(size, controller.h_min, 10 * math.ulp(number(start.t0)))  # it must move the time
         self.h: Time = math.copysign(min(size, controller.h_max), number(start.t_end - start.t0))
@@ -216,13 +238,14 @@ class _AdaptivePace(Pace):
         reach = min(1.01 * abs(self.h), (1 + 1e-6) * self.controller.h_max)
         return target if abs(target - t) <= reach else t + self.h
 
-    def accepts(self, t0: Time, t1: Time, before: State, attempt: Attempt) -> bool:
-        controller = self.controller
-        h = t1 - t0 if self.through_search else number(t1 - t0)
+    def measure(self, before: State, attempt: Attempt) -> Tensor:
         assert attempt.error is not None
         with torch.set_grad_enabled(self.through_search):
-            ratio = self._scaled(attempt.error, before.point, attempt.state.point)
-        value = ratio.item()
+            return self._scaled(attempt.error, before.point, attempt.state.point)
+
+    def accepts(self, t0: Time, t1: Time, attempt: Attempt, ratio: Tensor, value: float) -> bool:
+        controller, beta = self.controller, self.controller.beta
+        h = t1 - t0 if self.through_search else number(t1 - t0)
         r = ratio.to("cpu", torch.float64) if self.through_search else value
         accepted = value <= 1  # false for nan
         self.n_attempts += 1
@@ -230,9 +253,10 @@ class _AdaptivePace(Pace):
         if value == 0:
             factor = controller.max_factor
         elif math.isfinite(value):
-            wish = controller.safety * r ** (-1 / self.q)
+            wish = controller.safety * r ** ((0.75 * beta - 1) / self.q) * self.last ** (beta / self.q)
             factor = min(controller.max_factor, max(factor, wish))
         if accepted:
+            self.last = max(value, 1e-4)
             if self.just_rejected:
                 factor = min(1.0, factor)
             # A step cut short to land on an output says little about the next h: keep the longer.
@@ -251,8 +275,8 @@ class _AdaptivePace(Pace):
             raise StepLimit(
                 f"{self.n_attempts} steps reached t = {number(t1 if accepted else t0):.6g} of "
                 f"{number(self.t_end):.6g} (h = {abs(number(self.h)):.3g}, {self.n_rejected / self.n_attempts:.0%} "
-                "rejected). The problem may be stiff, or contract too much for undamped ALF; loosen rtol/atol, try "
-                "another solver, or raise AdaptiveStep(max_steps=...)."
+                "rejected). The problem may be stiff, or contract too much for ALF without refresh; loosen rtol/atol, "
+                "try another solver, or raise AdaptiveStep(max_steps=...)."
             )
         return accepted
 

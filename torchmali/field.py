@@ -92,6 +92,12 @@ class Field:
                 self._complain(i, leaf)
         return u
 
+    def as_in_backward(self, t: Time, z: Tensors) -> Tensors:
+        """f(t, z) with the very operations of `linearize`."""
+        with torch.enable_grad():
+            u = self(t, tuple([x.detach().requires_grad_() for x in z]))
+        return tuple([x.detach() for x in u])
+
     def _leaves(self, u: Any) -> Tensors:
         try:
             return self.structure.flatten(u)

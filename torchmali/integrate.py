@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
 
 from torchmali.controllers import Start, StepController
-from torchmali.solution import NonFinite, Stats
+from torchmali.solution import NonFinite, Stats, require
 from torchmali.solvers.base import Slope, Solver
-from torchmali.state import Floats, State, Tensors, Time, first_non_finite, number
-from torchmali.tape import Output, Refresh, Step, Tape
+from torchmali.state import FITS, Floats, State, Tensors, Time, first_non_finite, number
+from torchmali.tape import Output, Refresh, Rescale, Step, Tape
+from torchmali.watch import Watch
 
 Emit = Callable[[int, Tensors], None]
+LOOK_THERE = "Look at f there, use smaller steps, or an adaptive controller."
 
 
 def integrate(
@@ -25,43 +29,56 @@ def integrate(
     stats: Stats,
     *,
     arithmetic: type[State] = Floats,
-    keep_every: int | None = None,
+    tape: Tape | None = None,
     through_search: bool = False,
     locate: bool = False,
 ) -> tuple[State, Tape]:
-    """Solve from times[0] to times[-1]; returns the end state and the tape.
+    """Solve from times[0] to times[-1]; returns the end state and the tape (the given one, filled).
 
     Calls emit(k, z(times[k])) for each output, in order.
 
-    keep_every: keep the state before every n-th step on the tape. Times are advanced by the h that was used (the
-    paper's listing adds the next one). The end state is tested for finiteness; if it fails, the solve is repeated with
+    Times are advanced by the h that was used (the paper's listing adds the next one). What has to be read from a device
+    is collected and read once per step. The end state is tested for finiteness; if it fails, the solve is repeated with
     `locate` to say where it went wrong, so that the loop itself need not look.
     """
-    tape, t = Tape(), times[0]
+    tape, t = tape or Tape(), times[0]
     state, carry = solver.start(f, t, z0, arithmetic)
     if state.slope:
-        tape.events.append(Refresh(t))
+        tape.events.append(Refresh(t, 0, None))
     tape.events.append(Output(0, None))
-    emit(0, state.point)
+    emit(0, z0)
     pace = controller.pace(Start(f, solver, t, times[-1], state, carry, through_search))
     if locate:
         _raise_if_non_finite(state, f"in y0 or in f at the start, t = {number(t):.6g}")
 
     lands, adaptive = controller.lands(solver), controller.adaptive
+    watch = Watch(solver.refresh, solver.n_reflects, adaptive, pace.controlled)
     k = 1 if lands else len(times) - 1  # the output on which steps land next
     waiting = 1  # the first output not yet handed out
-    n_steps = 0
     while k < len(times):
         target = times[k]
+        segment = k - 1 if lands else 0  # the output from which the steps at hand began
         while t is not target:
-            t1 = pace.next(t, target)
-            attempt = solver.step(f, t, t1, state, carry, adaptive)
-            if adaptive and not pace.accepts(t, t1, state, attempt):
+            t1, looks = pace.next(t, target), watch.looks()
+            attempt = solver.step(f, t, t1, state, carry, adaptive, looks)
+
+            signs = [pace.measure(state, attempt)] if adaptive else []
+            if watch.decides():
+                signs.append(watch.alternates(attempt.evidence, state.point, number(t1 - t)))
+            if state.is_bounded:
+                signs.append(attempt.state.extent())
+            values = _read(signs)
+            fit = attempt.state.fit(values[len(signs) - 1 :]) if state.is_bounded else FITS
+            if fit.overflows:  # nothing of the attempt can be trusted
+                state = _rescaled(state, fit.bits, tape)
+                continue
+            if not fit.finite:
+                values[0] = math.nan  # rejected, where a controller can reject it
+                require(adaptive, f"Non-finite values in the state or in f {_at(t, t1)}. {LOOK_THERE}", NonFinite)
+            if adaptive and not pace.accepts(t, t1, attempt, signs[0], values[0]):
                 carry = attempt.stages[0] if attempt.stages else carry  # f(t, z) is known by now
                 continue
-            kept = keep_every is not None and n_steps % keep_every == 0
-            tape.events.append(Step(t, t1, tape.keep(state) if kept else None))
-            n_steps += 1
+            tape.step(t, t1, segment, k if t1 is target else segment, state)
             carry = attempt.carry
             inside = () if lands else _between(times, waiting, k, t1)
             if inside:
@@ -71,13 +88,22 @@ def integrate(
                     emit(i, y)
                 waiting += len(inside)
             if locate:
-                _raise_if_non_finite(attempt.state, f"at t = {number(t1):.6g} (h = {abs(number(t1 - t)):.3g})")
-            state, t = attempt.state, t1
+                _raise_if_non_finite(attempt.state, _at(t, t1))
+            state = _rescaled(attempt.state, fit.bits, tape) if fit.bits else attempt.state
+            alternates = watch.decides() and values[adaptive] > 0
+            if (watch.after_step(attempt.evidence) or alternates) and t1 is not times[-1]:
+                before = tape.keep(state.put_away_before_refresh()) if tape.rewinds else None
+                tape.events.append(Refresh(t1, k if t1 is target else segment, before))
+                state = solver.renew(f, t1, state, carry)
+                watch.after_renewal()
+            t = t1
         tape.events.append(Output(k, None))
         emit(k, state.point)
         k, waiting = k + 1, k + 1
 
-    stats.n_steps, stats.n_rejected = n_steps, pace.n_rejected
+    stats.n_steps, stats.n_rejected, stats.n_checkpoints = tape.n_steps, pace.n_rejected, len(tape.checkpoints)
+    stats.n_refreshes = sum(isinstance(event, Refresh) for event in tape.events) - bool(state.slope)  # not the start
+    stats.n_rescales = sum(isinstance(event, Rescale) for event in tape.events)
     sizes = [abs(event.t1 - event.t0) for event in tape.events if isinstance(event, Step)]
     stats.h_min, stats.h_max = number(min(sizes)), number(max(sizes))
     if first_non_finite(state.point) is not None:
@@ -85,6 +111,21 @@ def integrate(
             integrate(f, z0, [number(t) for t in times], solver, controller, lambda k, z: None, stats, locate=True)
         raise NonFinite("The solution is not finite, but a repetition of the same solve is: f is not repeatable.")
     return state, tape
+
+
+def _read(signs: list[Tensor]) -> list[float]:
+    """All their values, in one host read."""
+    if not signs:
+        return []
+    if len(signs) == 1 and signs[0].ndim == 0:
+        return [signs[0].item()]
+    return torch.cat([sign.detach().reshape(-1).to(signs[0]) for sign in signs]).tolist()
+
+
+def _rescaled(state: State, bits: tuple[int, ...], tape: Tape) -> State:
+    state, lost = state.rescaled(bits)
+    tape.events.append(Rescale(bits, tape.keep(lost) if tape.rewinds else None))
+    return state
 
 
 def _between(times: Sequence[Time], first: int, last: int, t1: Time) -> range:
@@ -96,10 +137,13 @@ def _between(times: Sequence[Time], first: int, last: int, t1: Time) -> range:
     return range(first, end)
 
 
+def _at(t0: Time, t1: Time) -> str:
+    return f"at t = {number(t1):.6g} (h = {abs(number(t1 - t0)):.3g})"
+
+
 def _raise_if_non_finite(state: State, where: str) -> None:
     leaf = first_non_finite((*state.point, *state.slope))
     if leaf is not None:
         raise NonFinite(
-            f"Non-finite values in leaf {leaf % len(state.point)} of the state, first seen {where}. Look at f there, "
-            "use smaller steps, or an adaptive controller."
+            f"Non-finite values in leaf {leaf % len(state.point)} of the state, first seen {where}. {LOOK_THERE}"
         )

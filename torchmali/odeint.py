@@ -25,7 +25,8 @@ from torchmali.state import Structure, Tensors
 
 # fmt: off
 SOLVERS: dict[str, Solver] = {
-    "alf": ALF(), "euler": rk.Euler(), "midpoint": rk.Midpoint(), "heun2": rk.Heun(), "heun3": rk.Heun3(),
+    "alf": ALF(), "alf4": ALF(order=4), "alf6": ALF(order=6), "euler": rk.Euler(),
+    "midpoint": rk.Midpoint(), "heun2": rk.Heun(), "heun3": rk.Heun3(),
     "rk4": rk.RK4ThreeEighths(), "rk4_classic": rk.RK4(), "adaptive_heun": rk.HeunEuler(), "bosh3": rk.Bosh3(),
     "dopri5": rk.Dopri5(), "tsit5": rk.Tsit5(), "dopri8": rk.Dopri8(),
 }
@@ -152,8 +153,10 @@ def odeint(
     dfactor, min_step, max_step, max_num_steps, norm.
     """
     chosen = _named(gradient, GRADIENTS, GradientMethod, "gradient method", Naive())
-    solver = _named(method, SOLVERS, Solver, "method", ALF() if isinstance(chosen, MALI) else rk.Dopri5())
     options = dict(options or {})
+    tight = "step_size" not in options and min(Structure.of(rtol).flatten(rtol)) <= 1e-3
+    default = ALF(order=4 if tight else 2) if isinstance(chosen, MALI) else rk.Dopri5()
+    solver = _named(method, SOLVERS, Solver, "method", default)
     norm = options.get("norm")
     if norm is not None and isinstance(y0, Tensor):
         options["norm"] = lambda x: norm(x[0])  # torchdiffeq gives it the tensor, we a tuple of leaves

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -16,12 +16,16 @@ class Stats:
 
     n_steps: int = 0
     n_rejected: int = 0
+    n_refreshes: int = 0  # times v was renewed: v <- f(t, z)
+    n_checkpoints: int = 0  # states kept for the backward pass, beside those at refreshes
+    n_rescales: int = 0  # exact mode: times the integer grid moved
+    n_reruns: int = 0  # backward: segments that were solved again because they could not be rebuilt
     n_evals_forward: int = 0
     n_evals_backward: int = 0
     n_vjps: int = 0
     h_min: float = float("nan")  # sizes of accepted steps
     h_max: float = float("nan")
-    reconstruction_error: float | None = None  # MALI: |psi^-N(z_N) - z0| / |z0|, the worst leaf's
+    reconstruction_error: float | None = None  # MALI: |rebuilt z - z| / |z|, the worst leaf's, where z is known
 
 
 class Solution(NamedTuple):
@@ -43,6 +47,12 @@ class InvalidOption(SolverError, ValueError):
 def require(holds: bool, message: str, error: type[SolverError] = InvalidOption) -> None:
     if not holds:
         raise error(message)
+
+
+def short_repr(self: Any) -> str:
+    """A dataclass as one would write it: without the fields that are at their default."""
+    changed = [(x.name, getattr(self, x.name)) for x in fields(self) if getattr(self, x.name) != x.default]
+    return f"{type(self).__name__}({', '.join(f'{name}={x!r}' for name, x in changed)})"
 
 
 class UnknownMethod(SolverError, ValueError):
@@ -75,6 +85,10 @@ class StepLimit(SolverError, RuntimeError):
 
 class StepUnderflow(SolverError, RuntimeError):
     """The tolerance asks for steps too small to move the time."""
+
+
+class NonRepeatableField(SolverError, RuntimeError):
+    """f was not the same function in the backward pass as in the forward pass."""
 
 
 class DoubleBackward(SolverError, RuntimeError):

@@ -1,7 +1,8 @@
 """The state of a solve: a nested structure of tensors kept as a tuple of leaves.
 
-`Structure` takes the user's tree apart and puts it together again. `Floats` and `Traced` are the two arithmetics in
-which a leapfrog solver moves its augmented state (z, v): in place, or out of place for autograd to follow.
+`Structure` takes the user's tree apart and puts it together again. `Floats` and `Traced` are two arithmetics in which
+a leapfrog solver moves its augmented state (z, v): in place, or out of place for autograd to follow. A third one, on
+integers, lives in grid.py.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar
 
 import torch
 import torch.utils._pytree as pytree
@@ -85,13 +86,43 @@ def number(t: Time) -> float:
     return t.item() if isinstance(t, Tensor) else t
 
 
+class Memento(NamedTuple):
+    """A state put away: its tensors, and whatever else is needed to bring it back."""
+
+    tensors: Tensors
+    form: Any
+
+
+class Fit(NamedTuple):
+    """How the numbers of a step fit the range of a bounded state."""
+
+    finite: bool
+    overflows: bool  # the step is void, and has to be repeated on a coarser grid
+    bits: tuple[int, ...]  # by which to make each tensor coarser (finer: negative); empty: it is well as it is
+
+
+FITS = Fit(True, False, ())
+
+
 class State(ABC):
-    """The augmented state (z, v) and its moves. A move may work in place: `fork` first, go on with what it returns."""
+    """The augmented state (z, v) and its moves. A move may work in place: `fork` first, go on with what it returns.
 
-    __slots__ = ("point", "slope")
+    Solvers other than leapfrogs have no v, or keep something else there.
+    """
 
-    def __init__(self, point: Tensors, slope: Tensors = ()):
-        self.point, self.slope = point, slope  # z, v; solvers other than leapfrogs have no v
+    __slots__ = ()
+    is_bounded: ClassVar[bool] = False  # its numbers may overflow: the range has to be watched (Grid)
+    point: Tensors  # z
+    slope: Tensors  # v
+
+    @classmethod
+    @abstractmethod
+    def of(cls: type[S], z: Tensors) -> S:
+        """A state at z, without v."""
+
+    @abstractmethod
+    def with_slope(self: S, v: Tensors) -> S:
+        """This z with another v."""
 
     @abstractmethod
     def fork(self: S) -> S:
@@ -109,15 +140,57 @@ class State(ABC):
         """v <- (v - 2 eta u) / (1 - 2 eta), which is a reflect with another eta."""
         return self.reflect(u, eta / (2 * eta - 1))
 
+    def put_away(self) -> Memento:
+        return Memento((*self.point, *self.slope), len(self.point))
+
+    def put_away_before_refresh(self) -> Memento:
+        """What `back_to` needs where v is renewed and z stays."""
+        return self.put_away()
+
+    def extent(self) -> Tensor:
+        """How large the numbers got in the moves since `fork`, for `fit` (bounded states only)."""
+        raise AssertionError("floats are not bounded")
+
+    def fit(self, extent: list[float]) -> Fit:
+        raise AssertionError("floats are not bounded")
+
+    def rescaled(self: S, bits: tuple[int, ...]) -> tuple[S, Memento]:
+        """On another scale, and what fell off."""
+        raise AssertionError("floats are not bounded")
+
+    def unscaled(self: S, bits: tuple[int, ...], lost: Memento) -> S:
+        """`rescaled` undone."""
+        raise AssertionError("floats are not bounded")
+
+    @classmethod
+    @abstractmethod
+    def restore(cls: type[S], kept: Memento) -> S:
+        """The state that was put away."""
+
+    def back_to(self: S, kept: Memento) -> S:
+        """The state that was put away where this one, rebuilt, is again."""
+        return self.restore(kept)
+
+    @abstractmethod
+    def distance(self: S, truth: S, end: S) -> float:
+        """How far z is from the truth: relative, of the worst leaf (`end` is the scale of a leaf that is zero)."""
+
 
 class Floats(State):
     """Moves in place; the first one after `fork` is at the same time the copy."""
 
-    __slots__ = ("owns_point", "owns_slope")
+    __slots__ = ("owns_point", "owns_slope", "point", "slope")
 
     def __init__(self, point: Tensors, slope: Tensors = ()):
         self.point, self.slope = point, slope
         self.owns_point = self.owns_slope = False
+
+    @classmethod
+    def of(cls, z: Tensors) -> Floats:
+        return cls(z)
+
+    def with_slope(self, v: Tensors) -> Floats:
+        return Floats(self.point, v)
 
     def fork(self) -> Floats:
         return Floats(self.point, self.slope)
@@ -136,11 +209,31 @@ class Floats(State):
             self.slope, self.owns_slope = tuple(torch._foreach_lerp(self.slope, u, 2 * eta)), True
         return self
 
+    @classmethod
+    def restore(cls, kept: Memento) -> Floats:
+        return cls(kept.tensors[: kept.form], kept.tensors[kept.form :])
+
+    def distance(self, truth: Floats, end: Floats) -> float:
+        norms = torch._foreach_norm((*torch._foreach_sub(self.point, truth.point), *truth.point, *end.point))
+        values, n = torch.stack(norms).tolist(), len(self.point)  # the one host read
+        sizes = zip(values[:n], values[n : 2 * n], values[2 * n :], strict=True)
+        return max(d / (z or other or 1.0) for d, z, other in sizes)
+
 
 class Traced(State):
-    """Moves out of place, so that autograd can follow them; times may be tensors."""
+    """Moves out of place, so that autograd can follow them; times may be tensors. Never walked back."""
 
-    __slots__ = ()
+    __slots__ = ("point", "slope")
+
+    def __init__(self, point: Tensors, slope: Tensors = ()):
+        self.point, self.slope = point, slope
+
+    @classmethod
+    def of(cls, z: Tensors) -> Traced:
+        return cls(z)
+
+    def with_slope(self, v: Tensors) -> Traced:
+        return Traced(self.point, v)
 
     def fork(self) -> Traced:
         return self
@@ -150,6 +243,13 @@ class Traced(State):
 
     def reflect(self, u: Tensors, eta: float) -> Traced:
         return Traced(self.point, tuple(torch._foreach_lerp(self.slope, u, 2 * eta)))
+
+    @classmethod
+    def restore(cls, kept: Memento) -> Traced:
+        raise AssertionError("autograd goes back over these")
+
+    def distance(self, truth: Traced, end: Traced) -> float:
+        raise AssertionError("autograd goes back over these")
 
 
 def add_(x: Leaves, y: Leaves, alpha: float) -> None:

@@ -1,31 +1,45 @@
 """What happened in a solve, in order: the data that a backward pass walks over.
 
-At a boundary the order is always Step, [Refresh], [Output]. Events hold floats and positions in `Tape.kept`, no
-tensors: the tensors travel through `save_for_backward` as one flat list.
+At a boundary the order is always Step, [Rescale], [Refresh], [Output]; a Rescale may also stand before a step that
+would not fit the old scale. Events hold numbers and positions in `Tape.kept`, no tensors: the tensors travel through
+`save_for_backward` as one flat list.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
-from torch import Tensor
-
-from torchmali.state import State, Time
+from torchmali.state import Memento, State, Time
 
 
 class Step(NamedTuple):
-    """One accepted step. Forward and backward derive h and the stage times from these two numbers."""
+    """One accepted step. Forward and backward derive h and the stage times from t0 and t1.
+
+    h is held fixed when times are differentiated: a grid point inside a segment moves with the output time at which
+    the segment starts, its last one with the output time at which it ends. t0 moves with times[k0], t1 with times[k1].
+    """
 
     t0: Any  # a float (under Naive perhaps a tensor)
     t1: Any
-    before: int | None  # where `kept` holds the state at t0: ACA at every step, MALI at none
+    k0: int
+    k1: int
+    before: int | None  # where `kept` holds the state at t0: ACA at every step, MALI at none or every K-th
 
 
 class Refresh(NamedTuple):
-    """v was set to f(t, z). The start of a leapfrog solve is one: v0 = f(t0, z0)."""
+    """v was renewed from z. The start of a leapfrog solve is one: v0 = f(t0, z0)."""
 
     t: Time
+    k: int  # t moves with times[k]
+    before: int | None  # where `kept` holds the state as it was; None at the start
+
+
+class Rescale(NamedTuple):
+    """The integer grid of a Grid state moved."""
+
+    bits: tuple[int, ...]  # by which each tensor was made coarser (finer: negative)
+    lost: int | None  # where `kept` holds the bits that fell off
 
 
 class Output(NamedTuple):
@@ -35,14 +49,43 @@ class Output(NamedTuple):
     inside: Time | None  # the time, where y[k] was read from the interpolant of the step before; None: the boundary
 
 
+Event: TypeAlias = "Step | Refresh | Rescale | Output"
+
+
 @dataclass
 class Tape:
-    events: list[Step | Refresh | Output] = field(default_factory=list)
-    kept: list[Tensor] = field(default_factory=list)
+    """keep_every: keep the state before every n-th step. at_most: but no more than so many; beyond, every second one is
+    dropped and n doubled. rewinds: someone will walk back over this tape."""
 
-    def keep(self, state: State) -> int:
+    keep_every: int | None = None
+    at_most: int | None = None
+    rewinds: bool = False
+    events: list[Event] = field(default_factory=list)
+    kept: list[Memento] = field(default_factory=list)
+    n_steps: int = 0
+    checkpoints: list[int] = field(default_factory=list)  # positions of steps whose state is kept
+
+    def step(self, t0: Any, t1: Any, k0: int, k1: int, before: State) -> None:
+        kept = None
+        if self.keep_every is not None and self.n_steps % self.keep_every == 0:
+            kept = self.keep(before.put_away())
+            self.checkpoints.append(len(self.events))
+        self.events.append(Step(t0, t1, k0, k1, kept))
+        self.n_steps += 1
+        if self.at_most is not None and len(self.checkpoints) > self.at_most:
+            self._thin_out()
+
+    def keep(self, memento: Memento) -> int:
         """Keep a state's tensors and return where they are."""
-        at = len(self.kept)
-        self.kept.extend(state.point)
-        self.kept.extend(state.slope)
-        return at
+        self.kept.append(memento)
+        return len(self.kept) - 1
+
+    def _thin_out(self) -> None:
+        assert self.keep_every is not None
+        for position in self.checkpoints[1::2]:
+            step = self.events[position]
+            assert isinstance(step, Step) and step.before is not None
+            self.kept[step.before] = Memento((), None)
+            self.events[position] = step._replace(before=None)
+        self.checkpoints = self.checkpoints[::2]
+        self.keep_every *= 2

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from torchmali.gradients.base import Problem
 from torchmali.gradients.replay import ReplayGradient
+from torchmali.tape import Tape
 
 
 @dataclass(frozen=True)
@@ -16,4 +18,7 @@ class ACA(ReplayGradient):
     before. Every stage of a step is evaluated once more on the way; the forward solve is not repeated.
     """
 
-    keep_every: ClassVar[int | None] = 1
+    inverts: ClassVar[bool] = False
+
+    def tape(self, problem: Problem) -> Tape:
+        return Tape(keep_every=1, rewinds=True)

@@ -16,7 +16,7 @@ from torchmali.field import Field
 from torchmali.integrate import Emit, integrate
 from torchmali.solution import DoubleBackward, Stats
 from torchmali.solvers.base import Solver
-from torchmali.state import State, Tensors, Time
+from torchmali.state import Floats, State, Tensors, Time
 from torchmali.tape import Tape
 
 
@@ -38,7 +38,10 @@ class Problem:
         return (self.t, *self.z0, *self.field.theta)
 
     def integrate(self, z0: Tensors, times: Sequence[Time], emit: Emit, **how: Any) -> tuple[State, Tape]:
-        end, tape = integrate(self.field, z0, times, self.solver, self.controller, emit, self.stats, **how)
+        # Where bits count, f is called as in the backward pass: some modules have faster kernels for no_grad.
+        is_exact = how.get("arithmetic", Floats).is_bounded
+        f = self.field.as_in_backward if is_exact else self.field
+        end, tape = integrate(f, z0, times, self.solver, self.controller, emit, self.stats, **how)
         self.stats.n_evals_forward = self.field.n_evals
         return end, tape
 
@@ -62,8 +65,8 @@ class GradientMethod(ABC):
 
 
 @torch.no_grad()
-def forward(problem: Problem, keep_every: int | None = None) -> tuple[Tensors, State, Tape]:
-    """Solve without a graph: the outputs, the end state and the tape."""
+def forward(problem: Problem, **how: Any) -> tuple[Tensors, State, Tape]:
+    """Solve without a graph: the outputs, the end state and the tape. how: arithmetic and tape of `integrate`."""
     y = tuple(z.new_empty((len(problem.times), *z.shape)) for z in problem.z0)
 
     def emit(k: int, z: Tensors) -> None:
@@ -72,7 +75,7 @@ def forward(problem: Problem, keep_every: int | None = None) -> tuple[Tensors, S
             whole[k] = part
 
     z0 = tuple(z.detach() for z in problem.z0)
-    return y, *problem.integrate(z0, problem.times, emit, keep_every=keep_every)
+    return y, *problem.integrate(z0, problem.times, emit, **how)
 
 
 def refuse_double_backward(method: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -10,55 +12,167 @@ import torch
 from torchmali.controllers import StepController
 from torchmali.gradients.base import Problem
 from torchmali.gradients.replay import ReplayGradient
-from torchmali.solution import Incompatible, require, warn
+from torchmali.grid import Grid, WideGrid
+from torchmali.solution import Incompatible, InvalidState, require, short_repr, warn
 from torchmali.solvers.base import ReversibleSolver, Solver
-from torchmali.state import Tensors
+from torchmali.state import Floats, State, Tensors
+from torchmali.tape import Tape
 
-DRIFT_LIMIT = 1e-3  # a reconstruction of z0 worse than this (relative) is warned about
+TELL_LIMIT = 1e-3  # a gradient wrong by more than about this is warned about
+CHECKPOINT_TOLERANCE = 1e-4  # of v, by which "auto" chooses how many damped steps to invert in a row
+MIXED_SCALES = 2.0**-9  # a channel so much smaller than the largest has too few bits on an int32 grid
+UNITS = {"B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class MALI(ReplayGradient):
     """Gradients in memory independent of the number of steps (Algorithm 4).
 
     The forward pass keeps the last state and the grid; the backward pass rebuilds each earlier state with the solver's
-    inverse. One evaluation of f per step serves for both the inverse and the vector-Jacobian product. Exact up to
-    round-off for undamped ALF; with damping, round-off grows as |1 - 2 eta|**-n_steps (docs/limits.md).
+    inverse. One evaluation of f per reflect serves for both the inverse and the vector-Jacobian product. Exact up to
+    round-off, which the way back amplifies by what f expands on the way forward.
+
+    exact: integers in place of floats, so that every state is rebuilt to the last bit ("int64": with bits to spare for
+    leaves that mix scales). checkpoint_every: keep every K-th state and go on from it; what drifts in between is solved
+    again with more states kept. "auto" keeps none, unless the solver amplifies round-off by itself (damping): then as
+    many as that takes; and if the start is not met, it solves again with about sqrt(n_steps) states. None: never.
+    memory: as "256MiB", what "auto" may fill with checkpoints. unsafe_damping: allow damped steps to be inverted
+    without any, as published.
     """
 
-    keep_every: ClassVar[int | None] = None
+    exact: bool | str = False
+    checkpoint_every: int | str | None = "auto"
+    memory: str | int | None = None
+    unsafe_damping: bool = False
+    inverts: ClassVar[bool] = True
+
+    __repr__ = short_repr
+
+    def __post_init__(self):
+        require(self.exact in (False, True, "int64"), f'MALI(exact={self.exact!r}): False, True or "int64".')
+        every = self.checkpoint_every
+        counts = isinstance(every, int) and not isinstance(every, bool) and every > 0
+        require(
+            counts or every in ("auto", None),
+            f'MALI(checkpoint_every={every!r}): "auto", None, or a number of steps between checkpoints.',
+        )
+        what = f'MALI(memory={self.memory!r}) is for checkpoint_every="auto": give one of the two.'
+        require(self.memory is None or every == "auto", what)
+        if self.memory is not None:
+            _bytes(self.memory)
 
     def check(self, solver: Solver, controller: StepController) -> None:
         name = type(solver).__name__
         what = f"MALI needs a solver with an inverse, but {name} has none. Use solver=ALF(), or gradient=ACA()."
         require(isinstance(solver, ReversibleSolver), what, Incompatible)
+        assert isinstance(solver, ReversibleSolver)
+        what = f"MALI(exact={self.exact!r}) needs a solver that lifts to integers: ALF without damping, not {solver}."
+        require(not self.exact or solver.lifts, what, Incompatible)
+        what = (
+            f"The inverse of {solver} amplifies round-off {solver.amplification:.3g} times per step: MALI needs "
+            'checkpoints for it. Use checkpoint_every="auto" (the default), or unsafe_damping=True for the method as '
+            "published."
+        )
+        safe = solver.amplification == 1 or self.checkpoint_every is not None or self.unsafe_damping
+        require(safe, what, Incompatible)
         super().check(solver, controller)
 
-    def judge_forward(self, problem: Problem) -> None:
-        solver, n_steps = problem.solver, problem.stats.n_steps
+    @property
+    def arithmetic(self) -> type[State]:
+        return Floats if not self.exact else WideGrid if self.exact == "int64" else Grid
+
+    @property
+    def reruns(self) -> bool:
+        return self.checkpoint_every is not None and not self.exact
+
+    def tape(self, problem: Problem) -> Tape:
+        longest = _longest(problem)
+        if self.checkpoint_every is None and longest is not None:
+            self._warn_of_damping(problem)
+        if self.memory is not None:
+            size = 2 * sum(z.nbytes for z in problem.z0)
+            at_most = int(_bytes(self.memory) // size)
+            what = f"MALI(memory={self.memory!r}) holds no state: one (z, v) here takes {size:,} bytes."
+            require(at_most > 0, what)
+            return Tape(keep_every=1, at_most=at_most, rewinds=True)
+        every = longest if self.checkpoint_every == "auto" else self.checkpoint_every
+        assert not isinstance(every, str)
+        return Tape(keep_every=every, rewinds=True)
+
+    def _warn_of_damping(self, problem: Problem) -> None:
+        solver, n_steps = problem.solver, problem.controller.count(problem.times)
         assert isinstance(solver, ReversibleSolver)
-        growth = solver.amplification(n_steps)
-        error = growth * max(torch.finfo(z.dtype).eps for z in problem.z0)
-        if error > DRIFT_LIMIT:
+        factor = solver.amplification
+        eps = max(torch.finfo(z.dtype).eps for z in problem.z0)
+        expected = f"{_power(factor, n_steps):.1e} in {n_steps} steps, " if n_steps else ""
+        warn(
+            f"The inverse of {solver} amplifies round-off {factor:.3g} times per step: {expected}and {1 / eps:.1e}, "
+            f"which is all there is, in {math.log(1 / eps) / math.log(factor):.0f}. Where that is reached the gradient "
+            'is wrong; checkpoint_every="auto" keeps it right.'
+        )
+
+    def judge_forward(self, problem: Problem, y: Tensors, tape: Tape) -> None:
+        longest, every = _longest(problem), tape.keep_every
+        if self.memory is not None and longest is not None and every is not None:
+            size = 2 * sum(z.nbytes for z in problem.z0)
+            needed = math.ceil(problem.stats.n_steps / longest) * size
+            what = (
+                f"MALI(memory={self.memory!r}) leaves {every} steps between checkpoints, but {problem.solver} can be "
+                f"inverted over {longest} only, which takes {needed:,} bytes here. Give that much, or use eta=1."
+            )
+            require(every <= longest, what)
+        if self.exact is True:
+            for i, leaf in enumerate(y):
+                _require_one_scale(i, leaf)
+
+    def judge_backward(self, drift: float, n_reruns: int) -> None:
+        error = f"MALI rebuilt a state with a relative error of {drift:.2g}: round-off grew on the way back"
+        if n_reruns:
             warn(
-                f"The inverse of {n_steps} damped steps ({solver}) amplifies round-off {growth:.1e} times, to about "
-                f"{error:.1e}: the gradient will be wrong. Use eta=1, fewer steps, or gradient=ACA()."
+                f"{error}. {n_reruns} segments were solved again with more states kept, so the gradient is right, but "
+                "took longer and more memory. MALI(exact=True) or a smaller checkpoint_every=K avoids that."
+            )
+        elif drift > TELL_LIMIT:
+            warn(
+                f"{error}, or f is not the function it was in the forward pass, and the gradient is about as wrong. "
+                'Use MALI(checkpoint_every="auto") or MALI(exact=True), or gradient=ACA().'
             )
 
-    def judge_backward(self, rebuilt: Tensors, z0: Tensors, z_end: Tensors) -> float:
-        error = _relative_distance(rebuilt, z0, z_end)
-        if not error <= DRIFT_LIMIT:
-            warn(
-                f"MALI rebuilt the start of the solve with a relative error of {error:.2g} (limit {DRIFT_LIMIT:g}): "
-                "round-off grew on the way back, or f is not the function it was in the forward pass, and the "
-                "gradient is about as wrong. Use gradient=ACA(), a float64 state, eta=1, or a shorter time span."
-            )
-        return error
+
+def _longest(problem: Problem) -> int | None:
+    """How many steps can be inverted in a row before round-off is amplified to the tolerance; None: any number."""
+    assert isinstance(problem.solver, ReversibleSolver)
+    factor = problem.solver.amplification
+    if factor == 1:
+        return None
+    eps = max(torch.finfo(z.dtype).eps for z in problem.z0) / 2
+    return max(1, int(math.log(CHECKPOINT_TOLERANCE / eps) / math.log(factor)))
 
 
-def _relative_distance(rebuilt: Tensors, z0: Tensors, z_end: Tensors) -> float:
-    """|rebuilt - z0| / |z0| of the worst leaf; one that starts at zero is compared with its end. One host read."""
-    norms = torch._foreach_norm((*torch._foreach_sub(rebuilt, z0), *z0, *z_end))
-    values, n = torch.stack(norms).tolist(), len(z0)
-    distances, starts, ends = values[:n], values[n : 2 * n], values[2 * n :]
-    return max(d / (s or e or 1.0) for d, s, e in zip(distances, starts, ends, strict=True))
+def _power(factor: float, n: int) -> float:
+    return math.exp(min(700.0, n * math.log(factor)))
+
+
+def _bytes(memory: str | int) -> float:
+    """256, "256B", "256 kB", "1.5GiB" in bytes."""
+    found = re.fullmatch(r"\s*([\d.]+(?:e\d+)?)\s*([a-zA-Z]*)\s*", str(memory))
+    unit = UNITS.get((found[2] or "B").upper()) if found else None
+    require(unit is not None, f'MALI(memory={memory!r}): give a number of bytes, or a size such as "256MiB" or "2GB".')
+    assert found and unit
+    return float(found[1]) * unit
+
+
+def _require_one_scale(i: int, y: torch.Tensor) -> None:
+    """y: (time, ...). Elements of a leaf, or its channels where there is a batch, should be of like size."""
+    if y.dtype != torch.float32 or y[0].numel() < 2:
+        return
+    channel = 1 if y.ndim <= 2 else 2
+    sizes = y.abs().amax([d for d in range(y.ndim) if d != channel])
+    smallest, largest = torch.where(sizes > 0, sizes, sizes.max()).aminmax()
+    ratio = (smallest / largest).item()
+    what = (
+        f"Leaf {i} of the state mixes scales: one of its channels is {ratio:.1e} of the largest, and the int32 grid of "
+        "MALI(exact=True), which has one spacing for the whole leaf, would follow it less accurately than float32. Use "
+        'exact="int64", split the leaf into a tuple of leaves, or scale the state.'
+    )
+    require(not ratio < MIXED_SCALES, what, InvalidState)

@@ -1,115 +1,209 @@
 """The backward walk over the tape, shared by ACA and MALI.
 
-Which steps keep their state is the whole difference between the two.
+Which steps keep their state is the whole difference between the two: all, or none, or every K-th. What is kept divides
+the tape into segments. The walk goes back over one segment after the other; where the solver is inverted, the state
+that it rebuilt is compared with the one that was kept, the walk goes on from the latter, and a segment that could not
+be rebuilt is solved and walked again, with more states kept.
 """
 
 from __future__ import annotations
 
+import math
+from abc import abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from torchmali.field import Field, without_hooks
 from torchmali.gradients.base import GradientMethod, Problem, forward, refuse_double_backward
+from torchmali.solution import NonRepeatableField
 from torchmali.solvers.base import Cotangent, Inside, Passed, Solver, accumulate
-from torchmali.state import Floats, State, Tensors
-from torchmali.tape import Output, Refresh, Step
+from torchmali.state import Floats, Memento, State, Tensors
+from torchmali.tape import Event, Output, Refresh, Rescale, Step, Tape
+
+DRIFT_LIMITS = {torch.float32: 1e-3, torch.float64: 3e-10}  # a state rebuilt worse than this (relative) is not trusted
 
 
 class ReplayGradient(GradientMethod):
     """A gradient method that keeps the tape of the forward pass and walks back over it."""
 
-    keep_every: int | None
+    inverts: ClassVar[bool]  # states are rebuilt, not kept: compare them where they are known
+    reruns: ClassVar[bool] | bool = False  # and solve again what could not be rebuilt
+
+    @property
+    def arithmetic(self) -> type[State]:
+        return Floats
+
+    @abstractmethod
+    def tape(self, problem: Problem) -> Tape:
+        """What the forward pass is to keep."""
 
     def solve(self, problem: Problem) -> Tensors:
         if not problem.wants_gradient:
-            return forward(problem)[0]
+            return forward(problem, arithmetic=self.arithmetic)[0]
         return _Replay.apply(self, problem, *problem.inputs)  # type: ignore[return-value]
 
-    def judge_forward(self, problem: Problem) -> None:
+    def judge_forward(self, problem: Problem, y: Tensors, tape: Tape) -> None:
         """Look at a finished forward pass that is to be walked back."""
 
-    def judge_backward(self, rebuilt: Tensors, z0: Tensors, z_end: Tensors) -> float | None:
-        """Compare the start with what the walk made of it; gives Stats.reconstruction_error."""
+    def judge_backward(self, drift: float, n_reruns: int) -> None:
+        """Look at a finished backward pass: the worst that was rebuilt, and how many segments were solved again."""
 
 
 class _Replay(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, method: ReplayGradient, problem: Problem, *inputs: Tensor | None) -> Tensors:
-        outputs, end, tape = forward(problem, method.keep_every)
-        method.judge_forward(problem)
+        y, end, tape = forward(problem, arithmetic=method.arithmetic, tape=method.tape(problem))
+        method.judge_forward(problem, y, tape)
         ctx.set_materialize_grads(False)
         ctx.method, ctx.events, ctx.stats = method, tape.events, problem.stats
         ctx.field, ctx.solver = problem.field.without_theta(), problem.solver
-        ctx.sizes = len(problem.times), len(problem.z0), len(problem.field.theta), len(end.slope)
-        ctx.save_for_backward(*inputs, *end.point, *end.slope, *tape.kept)
-        return outputs
+        mementos = [end.put_away(), *tape.kept]
+        ctx.forms = [(len(memento.tensors), memento.form) for memento in mementos]
+        ctx.sizes = len(problem.times), len(problem.z0), len(problem.field.theta)
+        ctx.save_for_backward(*inputs, *(x for memento in mementos for x in memento.tensors))
+        return y
 
     @staticmethod
     def backward(ctx: Any, *grad_y: Tensor | None) -> tuple[Tensor | None, ...]:
-        refuse_double_backward(type(ctx.method).__name__)
-        n_times, n, n_theta, n_slopes = ctx.sizes
-        saved, sizes = iter(ctx.saved_tensors), (1, n, n_theta, n, n_slopes, None)
-        t, z0, theta, point, slope, kept = (tuple(islice(saved, size)) for size in sizes)
+        method: ReplayGradient = ctx.method
+        refuse_double_backward(type(method).__name__)
+        n_times, n, n_theta = ctx.sizes
+        saved = iter(ctx.saved_tensors)
+        t, z0, theta = (tuple(islice(saved, size)) for size in (1, n, n_theta))
+        # Detached: an f that calls y.requires_grad_() leaves its mark.
+        end, *kept = (Memento(tuple(x.detach() for x in islice(saved, size)), form) for size, form in ctx.forms)
         f = ctx.field.with_theta(theta, wants_t=ctx.needs_input_grad[2])
-        point = tuple(x.detach() for x in point)  # an f that calls y.requires_grad_() leaves its mark
+        state = method.arithmetic.restore(end)
+        way = Way(f, ctx.solver, tuple(z.detach() for z in z0), grad_y, method.inverts, method.reruns)
         with torch.enable_grad(), without_hooks(theta):  # for f; nothing else here requires a gradient
-            state, a, a_t = walk(f, ctx.solver, ctx.events, Floats(point, slope), kept, grad_y, n_times)
-        ctx.stats.n_evals_backward, ctx.stats.n_vjps = f.n_evals, f.n_vjps
-        ctx.stats.reconstruction_error = ctx.method.judge_backward(state.point, z0, point)
-        return (None, None, torch.stack([f.time(x) for x in a_t]).to(t[0]) if f.wants_t else None, *a.sums)
+            _, a = way.back(ctx.events, kept, state, Cotangent.zero(state, n_theta, n_times))
+        ctx.stats.n_evals_backward, ctx.stats.n_vjps, ctx.stats.n_reruns = f.n_evals, f.n_vjps, way.n_reruns
+        if method.inverts:
+            ctx.stats.reconstruction_error = way.drift
+        method.judge_backward(way.drift, way.n_reruns)
+        return (None, None, torch.stack([f.time(x) for x in a.times]).to(t[0]) if f.wants_t else None, *a.sums)
+
+
+@dataclass
+class Way:
+    """The way back of one backward pass."""
+
+    f: Field
+    solver: Solver
+    z0: Tensors
+    grad_y: Sequence[Tensor | None]
+    compares: bool
+    reruns: bool
+    drift: float = 0.0
+    n_reruns: int = 0
+
+    @property
+    def limit(self) -> float:
+        return max(DRIFT_LIMITS[z.dtype] for z in self.z0)
+
+    def back(
+        self, events: Sequence[Event], kept: Sequence[Memento], state: State, a: Cotangent
+    ) -> tuple[State, Cotangent]:
+        """Pull `a` back over the tape, from its end, where `state` is: the state at its start, and dL/d(...) there."""
+        end = len(events)
+        heads = [
+            (i, event)
+            for i, event in enumerate(events)
+            if isinstance(event, Refresh) or (isinstance(event, Step) and event.before is not None)
+        ]
+        for i, head in reversed(heads):
+            segment = events[i + isinstance(head, Refresh) : end]
+            after, end = state.fork(), i
+            aside = a.set_aside() if self.reruns and not a.is_new else None
+            a.is_new = False
+            state = walk(self.f, self.solver, segment, kept, state, a, self.grad_y)
+            if head.before is not None:
+                truth = state.back_to(kept[head.before])
+            else:
+                truth = state.of(self.z0)
+            if self.compares and not state.is_bounded and not self._trusts(state.distance(truth, after), segment):
+                a = aside or Cotangent.zero(state, len(self.f.theta), len(a.times))
+                state, a = self._again(segment, head, truth, after, a)
+            elif aside:
+                a.take_back(aside)
+            if isinstance(head, Refresh):
+                renewed, g_t = self.solver.pull_renewal(self.f, head.t, truth, a)
+                if g_t is not None:
+                    a.times[head.k] = a.times[head.k] + g_t
+                if self.compares and state.is_bounded:
+                    self._require_same(state.distance(renewed, after))
+            state = truth
+        return walk(self.f, self.solver, events[:end], kept, state, a, self.grad_y), a
+
+    def _trusts(self, drift: float, segment: Sequence[Event]) -> bool:
+        self.drift = max(self.drift, math.inf if math.isnan(drift) else drift)
+        n_steps = sum(isinstance(event, Step) for event in segment)
+        return drift <= self.limit or not self.reruns or n_steps == 1
+
+    def _again(
+        self, segment: Sequence[Event], head: Event, truth: State, after: State, a: Cotangent
+    ) -> tuple[State, Cotangent]:
+        """Solve a segment again from its start, keep about the root of its states, and walk back once more."""
+        self.n_reruns += 1
+        tape, state = Tape(keep_every=math.isqrt(sum(isinstance(event, Step) for event in segment))), truth
+        with torch.no_grad():
+            if isinstance(head, Refresh):
+                state = self.solver.renew(self.f, head.t, state, None)
+            for event in segment:
+                if isinstance(event, Step):
+                    tape.step(*event[:4], state)
+                    state = self.solver.step(self.f, event.t0, event.t1, state, None, adaptive=False).state
+                else:
+                    tape.events.append(event)
+        self._require_same(state.distance(after, after))
+        return self.back(tape.events, tape.kept, state, a)
+
+    def _require_same(self, drift: float) -> None:
+        if drift <= self.limit:
+            return
+        raise NonRepeatableField(
+            "f is not the same function in the backward pass as in the forward pass: the same steps from the same "
+            "state led elsewhere. Usual causes: dropout or noise drawn inside f, a BatchNorm or another buffer that "
+            "changes with every call, f or its inputs changed between forward and backward, autocast around only one "
+            "of the two, or kernels that are not deterministic (torch.use_deterministic_algorithms). Put the module "
+            "in eval mode, or draw the noise once, outside f."
+        )
 
 
 def walk(
     f: Field,
     solver: Solver,
-    events: Sequence[Step | Refresh | Output],
+    events: Sequence[Event],
+    kept: Sequence[Memento],
     state: State,
-    kept: Sequence[Tensor],
+    a: Cotangent,
     grad_y: Sequence[Tensor | None],
-    n_times: int,
-) -> tuple[State, Cotangent, list]:
-    """Pull dL/dy back over the tape: the state at its start, dL/d(z, v, theta) there, and dL/dt.
-
-    Gradients of times hold h fixed: a grid point inside a segment moves with the segment's start, the last one with its
-    end. `end` is the output time with which the boundary at hand moves, `start` that of the segment's start.
-    """
-    n, n_slopes = len(state.point), len(state.slope)
-    a = Cotangent(state, len(f.theta))
-    a_t: list = [0.0] * n_times
-    landed = [event.k for event in events if isinstance(event, Output) and event.inside is None]
-    start = end = landed[-1]
+) -> State:
+    """Pull dL/dy back over a slice of the tape without renewals: the state at its start. Works on `a` in place."""
     inside: list[Inside] = []
     for event in reversed(events):
         if isinstance(event, Step):
-            before = None
-            if event.before is not None:
-                split = event.before + n
-                before = Floats(tuple(kept[event.before : split]), tuple(kept[split : split + n_slopes]))
+            before = None if event.before is None else state.back_to(kept[event.before])
             state = solver.pullback(f, Passed(event.t0, event.t1, before, inside), state, a)
             if f.wants_t:
-                a_t[start] = a_t[start] + a.t0
-                a_t[end] = a_t[end] + a.t1
+                a.times[event.k0] = a.times[event.k0] + a.t0
+                a.times[event.k1] = a.times[event.k1] + a.t1
                 for output, dt in zip(inside, a.inside, strict=True):
-                    a_t[output.k] = a_t[output.k] + dt
+                    a.times[output.k] = a.times[output.k] + dt
                 a.t0, a.t1, a.inside = 0.0, 0.0, ()
             inside = []
-            end = start
         elif isinstance(event, Output):
             slices = [None if g is None else g[event.k] for g in grad_y]
             if event.inside is not None:
                 inside.append(Inside(event.k, event.inside, slices))
             else:
                 accumulate(a.z, slices)
-                end = landed.pop()
-                start = landed[-1] if landed else end
-        else:
-            _, g, g_t = f.linearize(event.t, state.point, a.v)
-            accumulate(a.sums, g)
-            torch._foreach_zero_(a.v)
-            if g_t is not None:
-                a_t[end] = a_t[end] + g_t
-    return state, a, a_t
+        elif isinstance(event, Rescale):
+            assert event.lost is not None
+            state = state.unscaled(event.bits, kept[event.lost])
+    return state

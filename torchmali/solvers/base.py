@@ -22,19 +22,43 @@ class Attempt(NamedTuple):
     error: Tensors | None  # estimated error of z, where the controller asked for it
     carry: Tensors | None  # what this step leaves for the next one (f at its end)
     stages: Sequence[Tensors] = ()  # what an interpolant is made of
+    evidence: Sequence[Sequence[Tensor]] = ()  # f - v at one or two reflects, where it was asked for (watch.py)
 
 
 class Cotangent:
     """a = dL/d(z, v) and what has been summed up on the way back. Worked on in place."""
 
-    def __init__(self, state: State, n_theta: int):
-        self.z = [torch.zeros_like(x) for x in state.point]
-        self.v = [torch.zeros_like(x) for x in state.slope]
+    def __init__(self, z: Sequence[Tensor], v: Sequence[Tensor], theta: Sequence[Tensor | None], times: Sequence[Time]):
+        self.z, self.v = list(z), list(v)
         # dL/dz and dL/dtheta; None until f is seen to depend on it.
-        self.sums: list = [*self.z, *[None] * n_theta]
+        self.sums: list = [*self.z, *theta]
+        self.times = list(times)  # dL/dt of the output times
         self.t0: Time = 0.0  # dL/dt0 and dL/dt1 of the step that was pulled back last,
         self.t1: Time = 0.0
         self.inside: Sequence[Time] = ()  # and dL/dt of the outputs inside it
+        self.is_new = False  # nothing has been pulled back yet
+
+    @staticmethod
+    def zero(state: State, n_theta: int, n_times: int) -> Cotangent:
+        z, v = ([torch.zeros_like(x) for x in leaves] for leaves in (state.point, state.slope))
+        a = Cotangent(z, v, [None] * n_theta, [0.0] * n_times)
+        a.is_new = True
+        return a
+
+    @property
+    def theta(self) -> list:
+        return self.sums[len(self.z) :]
+
+    def set_aside(self) -> Cotangent:
+        """A copy from which to try again. It takes the sums of theta along: here they begin anew."""
+        z, v = ([x.clone() for x in leaves] for leaves in (self.z, self.v))
+        copy = Cotangent(z, v, self.theta, self.times)
+        self.sums = [*self.z, *[None] * len(self.theta)]
+        return copy
+
+    def take_back(self, copy: Cotangent) -> None:
+        """Add the sums of theta that were set aside."""
+        accumulate(self.sums, [*[None] * len(self.z), *copy.theta])
 
 
 def accumulate(total: list, grads: list, scale: float = 1.0) -> None:
@@ -68,6 +92,8 @@ class Solver(ABC):
     """A one-step method. An immutable value: two solves never influence each other."""
 
     interpolates: ClassVar[bool]  # it has an interpolant as accurate as its steps
+    refresh: str | int = "never"  # when v is renewed: "auto", "never", or every so many steps
+    n_reflects: int = 0  # in a step
 
     @property
     @abstractmethod
@@ -83,13 +109,23 @@ class Solver(ABC):
     def start(self, f: Slope, t0: Time, z0: Tensors, arithmetic: type[State]) -> tuple[State, Tensors | None]:
         """The first state and carry, from one evaluation of f."""
 
+    def renew(self, f: Slope, t: Time, state: State, carry: Tensors | None) -> State:
+        """v anew from z, as `start` makes it."""
+        raise AssertionError("a solver without v has nothing to refresh")
+
+    def pull_renewal(self, f: Field, t: Time, state: State, a: Cotangent) -> tuple[State, Time | None]:
+        """Take `a` from behind a refresh to before it; the renewed state and dL/dt."""
+        raise AssertionError("a solver without v has nothing to refresh")
+
     @abstractmethod
     def slope(self, state: State, carry: Tensors | None) -> Tensors:
         """f at the start of a solve, from what `start` returned."""
 
     @abstractmethod
-    def step(self, f: Slope, t0: Time, t1: Time, state: State, carry: Tensors | None, adaptive: bool) -> Attempt:
-        """psi over [t0, t1]; leaves `state` as it is."""
+    def step(
+        self, f: Slope, t0: Time, t1: Time, state: State, carry: Tensors | None, adaptive: bool, watched: bool = False
+    ) -> Attempt:
+        """psi over [t0, t1]; leaves `state` as it is. adaptive: with an error estimate. watched: with evidence."""
 
     def interpolate(
         self, f: Slope, t0: Time, t1: Time, state: State, attempt: Attempt, times: Sequence[Time]
@@ -112,6 +148,12 @@ class ReversibleSolver(Solver):
     def inverse(self, f: Slope, t0: Time, t1: Time, state: State) -> State:
         """psi^-1: the state at t0 from the state at t1 (which is left as it is)."""
 
+    @property
     @abstractmethod
-    def amplification(self, n_steps: int) -> float:
-        """How much the inverse of n steps amplifies round-off of v, whatever f is."""
+    def amplification(self) -> float:
+        """How much the inverse of one step amplifies round-off of v, whatever f is."""
+
+    @property
+    @abstractmethod
+    def lifts(self) -> bool:
+        """Whether each of its moves adds a function of one half of the state to the other: exact on integers."""

@@ -1,79 +1,159 @@
-"""The asynchronous leapfrog integrator (ALF), its inverse and its pullback, from two moves.
+"""Leapfrog solvers, their inverse and their pullback, from two moves.
 
     drift    z <- z + e v
     reflect  v <- v + 2 eta (f(t, z) - v)          its inverse: v <- (v - 2 eta f) / (1 - 2 eta)
 
-A leapfrog solver is a list of drift coefficients with one reflect between neighbours; ALF has (1/2, 1/2). Stage times
-are t0 + node (t1 - t0) in both directions: t + e - e is not t.
+A leapfrog solver is a symmetric list of drift coefficients with one reflect between neighbours: the asynchronous
+leapfrog integrator (ALF) has (1/2, 1/2). Undamped, two ALF steps are a Strang splitting of z' = f, v' = f' (2 f - v)
+into a drift and a reflected drift, so the coefficients of any splitting scheme give a reversible method of its order.
+Stage times are t0 + node (t1 - t0) in both directions: t + e - e is not t.
 """
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from itertools import accumulate as running_sums
+from typing import ClassVar, NamedTuple
+
+import torch
 
 from torchmali.field import Field
-from torchmali.solution import require
+from torchmali.solution import require, short_repr
 from torchmali.solvers.base import Attempt, Cotangent, Passed, ReversibleSolver, Slope, accumulate
 from torchmali.state import State, Tensors, Time, add_, combine, dot, scale_
 
 
-@dataclass(frozen=True)
-class ALF(ReversibleSolver):
-    """Asynchronous leapfrog (Algorithms 2 and 3), damped for eta < 1 (Appendix A.5).
+class Scheme(NamedTuple):
+    """A list of drift coefficients, as the moves need it."""
 
-    Second order with eta = 1. Damping makes it first order and its inverse amplify round-off by 1/|1 - 2 eta| per step;
-    eta = 1/2 has no inverse. Without damping, directions in which f contracts strongly over the time span excite an
-    oscillation of v that ordinary step sizes do not keep small (docs/limits.md).
+    first: float  # coefficient of the first drift
+    rest: tuple[tuple[float, float], ...]  # (node of a reflect, coefficient of the drift after it)
+    evidence: tuple[int, ...]  # reflects at which f - v is looked at: between them the parasite changes its sign
+    error_order: int
+
+    @staticmethod
+    def of(coefficients: Sequence[float], error_order: int) -> Scheme:
+        first, *others = coefficients
+        nodes = running_sums(coefficients[:-1])
+        ends = (0, len(others) - 1) if len(others) % 2 == 0 else (0,)  # odd: from one step to the next
+        return Scheme(first, tuple(zip(nodes, others, strict=True)), ends, error_order)
+
+
+def _splitting(a: Sequence[float], b: Sequence[float], error_order: int) -> Scheme:
+    """From the first halves of a symmetric splitting scheme, without the middle ones (each list sums to 1)."""
+    a = [*a, 1 - 2 * sum(a), *reversed(a)]
+    b = [*b, 1 / 2 - sum(b)]
+    b = [*b, *reversed(b)]
+    pairs = [c / 2 for pair in zip(a, b, strict=False) for c in pair]
+    return Scheme.of([*pairs, a[-1] / 2], error_order)
+
+
+# Orders 4 and 6: S6 and S10 of Blanes and Moan, J. Comput. Appl. Math. 142 (2002) 313.
+SCHEMES = {
+    2: Scheme.of((0.5, 0.5), error_order=2),
+    4: _splitting(
+        (0.0792036964311957, 0.353172906049774, -0.0420650803577195),
+        (0.209515106613362, -0.143851773179818),
+        error_order=6,
+    ),
+    6: _splitting(
+        (0.0502627644003922, 0.413514300428344, 0.0450798897943977, -0.188054853819569, 0.541960678450780),
+        (0.148816447901042, -0.132385865767784, 0.067307604692185, 0.432666402578175),
+        error_order=8,
+    ),
+}
+
+
+@dataclass(frozen=True, repr=False)
+class ALF(ReversibleSolver):
+    """Asynchronous leapfrog (Algorithms 2 and 3), damped for eta < 1 (Appendix A.5), and its kin of order 4 and 6.
+
+    order: 2 takes one evaluation of f per step, 4 takes 12, 6 takes 20 (and one more with AdaptiveStep, for the error
+    estimate). eta: damping, with order 2 only. It makes the method first order and its inverse amplify round-off by
+    1/|1 - 2 eta| per step; eta = 1/2 has no inverse. refresh: where f contracts, v parts from f(t, z) in an
+    oscillation that no step size keeps small (docs/limits.md); "auto" renews v <- f(t, z) when that shows, n renews it
+    every n steps, "never" is the method as published. Each renewal costs one evaluation, and one state of memory where
+    a backward pass will need it.
     """
 
+    order: int = 2
     eta: float = 1.0
+    refresh: str | int = "auto"
     interpolates: ClassVar[bool] = False
-    first: ClassVar[float] = 0.5  # coefficient of the first drift
-    # (node of a reflect, coefficient of the drift after it)
-    rest: ClassVar[tuple[tuple[float, float], ...]] = ((0.5, 0.5),)
+
+    __repr__ = short_repr
 
     def __post_init__(self):
-        require(0 < self.eta <= 1, f"ALF(eta={self.eta}): damping must lie in (0, 1], where 1 is undamped ALF.")
-        require(self.eta != 0.5, "ALF(eta=0.5) has no inverse (it divides by 1 - 2 eta). Use eta=0.45, 0.55 or 1.")
+        order, eta, refresh = self.order, self.eta, self.refresh
+        require(order in SCHEMES, f"ALF(order={order}): there are orders {', '.join(map(str, SCHEMES))}.")
+        require(0 < eta <= 1, f"ALF(eta={eta}): damping must lie in (0, 1], where 1 is undamped ALF.")
+        require(eta != 0.5, "ALF(eta=0.5) has no inverse (it divides by 1 - 2 eta). Use eta=0.45, 0.55 or 1.")
+        what = f"ALF(order={order}, eta={eta}): damping makes any order the first. Use order=2, or eta=1 (the default)."
+        require(eta == 1 or order == 2, what)
+        every_n = isinstance(refresh, int) and not isinstance(refresh, bool) and refresh > 0
+        what = f'ALF(refresh={refresh!r}): "auto", "never", or a number of steps.'
+        require(every_n or refresh in ("auto", "never"), what)
+        if eta != 1 and refresh == "auto":
+            object.__setattr__(self, "refresh", "never")  # damping does what a refresh is for
 
     @property
-    def order(self) -> int:
-        return 2 if self.eta == 1 else 1
+    def n_reflects(self) -> int:
+        return len(SCHEMES[self.order].rest)
 
     @property
     def error_order(self) -> int:
-        return 2
+        return SCHEMES[self.order].error_order
 
-    def start(self, f: Slope, t0: Time, z0: Tensors, arithmetic: type[State]) -> tuple[State, None]:
-        return arithmetic(z0, f(t0, z0)), None
+    def start(self, f: Slope, t0: Time, z0: Tensors, arithmetic: type[State]) -> tuple[State, Tensors | None]:
+        return self.renew(f, t0, arithmetic.of(z0), None), None
 
     def slope(self, state: State, carry: Tensors | None) -> Tensors:
         return state.slope
 
-    def step(self, f: Slope, t0: Time, t1: Time, state: State, carry: Tensors | None, adaptive: bool) -> Attempt:
-        h, eta = t1 - t0, self.eta
-        v_in = state.slope
-        state = state.fork().drift(self.first * h)
-        for node, c in self.rest:
-            state = state.reflect(f(t0 + node * h, state.point), eta).drift(c * h)
-        # ALF minus explicit Euler with v_in: eta h (u1 - v_in). From v, as u1 may be a view of the z that has moved on.
-        error = combine(None, (h / 2, -h / 2), (state.slope, v_in)) if adaptive else None
-        return Attempt(state, error, None)
+    def renew(self, f: Slope, t: Time, state: State, carry: Tensors | None) -> State:
+        return state.with_slope(f(t, state.point) if carry is None else carry)
+
+    def pull_renewal(self, f: Field, t: Time, state: State, a: Cotangent) -> tuple[State, Time | None]:
+        u, g, g_t = f.linearize(t, state.point, a.v)
+        accumulate(a.sums, g)
+        torch._foreach_zero_(a.v)
+        return state.with_slope(u), g_t
+
+    def step(
+        self, f: Slope, t0: Time, t1: Time, state: State, carry: Tensors | None, adaptive: bool, watched: bool = False
+    ) -> Attempt:
+        h, eta, (first, rest, ends, _) = t1 - t0, self.eta, SCHEMES[self.order]
+        v_in, evidence = state.slope if adaptive else (), []
+        state = state.fork().drift(first * h)
+        for j, (node, c) in enumerate(rest):
+            u = f(t0 + node * h, state.point)
+            if watched and j in ends:
+                evidence.append(torch._foreach_sub(u, state.slope))
+            state = state.reflect(u, eta).drift(c * h)
+        error = end = None
+        if adaptive and self.order == 2:
+            # ALF minus Euler with v_in: eta h (u1 - v_in). From v, as u1 may be a view of the z that has moved on.
+            error = combine(None, (h / 2, -h / 2), (state.slope, v_in))
+        elif adaptive:
+            # h (w_out - w_in), w = v - f(t, z). w_in is zero at the start and after a refresh.
+            end = f(t1, state.point)
+            f_in = v_in if carry is None else carry
+            error = combine(None, (h, -h, -h, h), (state.slope, end, v_in, f_in))
+        return Attempt(state, error, end, evidence=evidence)
 
     def inverse(self, f: Slope, t0: Time, t1: Time, state: State) -> State:
-        h = t1 - t0
+        h, (first, rest, _, _) = t1 - t0, SCHEMES[self.order]
         state = state.fork()
-        for node, c in reversed(self.rest):
+        for node, c in reversed(rest):
             state = state.drift(-c * h)
             state = state.unreflect(f(t0 + node * h, state.point), self.eta)
-        return state.drift(-self.first * h)
+        return state.drift(-first * h)
 
     def pullback(self, f: Field, step: Passed, state: State, a: Cotangent) -> State:
         # One evaluation per reflect serves twice: u1 gives v back, and its graph the VJP.
-        t0, h, eta = step.t0, step.t1 - step.t0, self.eta
-        for node, c in reversed(self.rest):
+        t0, h, eta, (first, rest, _, _) = step.t0, step.t1 - step.t0, self.eta, SCHEMES[self.order]
+        for node, c in reversed(rest):
             state = self._pull_drift(c, h, state, a, f.wants_t)
             u1, g, g_t = f.linearize(t0 + node * h, state.point, a.v)
             state = state.unreflect(u1, eta)
@@ -83,8 +163,7 @@ class ALF(ReversibleSolver):
                 a.t1 = a.t1 + 2 * eta * node * g_t
                 a.t0 = a.t0 + 2 * eta * (1 - node) * g_t
             del u1, g  # or they would still be there at the next evaluation
-        state = self._pull_drift(self.first, h, state, a, f.wants_t)
-        return state if step.before is None else step.before.fork()
+        return self._pull_drift(first, h, state, a, f.wants_t)
 
     def _pull_drift(self, c: float, h: float, state: State, a: Cotangent, wants_t: bool) -> State:
         if wants_t:
@@ -94,5 +173,10 @@ class ALF(ReversibleSolver):
         add_(a.v, a.z, c * h)
         return state.drift(-c * h)
 
-    def amplification(self, n_steps: int) -> float:
-        return math.exp(min(700.0, -n_steps * math.log(abs(1 - 2 * self.eta))))
+    @property
+    def amplification(self) -> float:
+        return 1 / abs(1 - 2 * self.eta)
+
+    @property
+    def lifts(self) -> bool:
+        return self.eta == 1

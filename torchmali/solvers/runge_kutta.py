@@ -62,17 +62,17 @@ class RungeKutta(Solver):
         return self.order if self.tableau.e else None  # the embedded method is one order lower
 
     def start(self, f: Slope, t0: Time, z0: Tensors, arithmetic: type[State]) -> tuple[State, Tensors]:
-        return arithmetic(z0), f(t0, z0)
+        return arithmetic.of(z0), f(t0, z0)
 
     def slope(self, state: State, carry: Tensors | None) -> Tensors:
         assert carry is not None
         return carry
 
-    def step(self, f: Slope, t0: Time, t1: Time, state: State, carry: Tensors | None, adaptive: bool) -> Attempt:
+    def step(
+        self, f: Slope, t0: Time, t1: Time, state: State, carry: Tensors | None, adaptive: bool, watched: bool = False
+    ) -> Attempt:
         tableau, h, z = self.tableau, t1 - t0, state.point
-        k = [f(t0, z) if carry is None else carry]
-        for c, row in zip(tableau.c, tableau.a, strict=True):
-            k.append(f(t0 + c * h, _moved(z, h, row, k)))
+        k = self.stages(f, t0, t1, z, carry)
         z_out = _moved(z, h, tableau.b, k)
         error = end_slope = None
         if adaptive:
@@ -80,7 +80,18 @@ class RungeKutta(Solver):
                 end_slope = f(t1, z_out)
                 k.append(end_slope)
             error = _moved(None, h, tableau.e, k)
-        return Attempt(type(state)(z_out), error, end_slope, k)
+        return Attempt(state.of(z_out), error, end_slope, k)
+
+    def stages(self, f: Slope, t0: Time, t1: Time, z: Tensors, first: Tensors | None = None) -> list[Tensors]:
+        """k_1, ..., k_s of the step from z over [t0, t1]; `first`: k_1, where it is known."""
+        h, k = t1 - t0, [f(t0, z) if first is None else first]
+        for c, row in zip(self.tableau.c, self.tableau.a, strict=True):
+            k.append(f(t0 + c * h, _moved(z, h, row, k)))
+        return k
+
+    def increment(self, t0: Time, t1: Time, k: Sequence[Tensors]) -> Tensors:
+        """By how much the step with these stages moves z."""
+        return _moved(None, t1 - t0, self.tableau.b, k)
 
     def interpolate(
         self, f: Slope, t0: Time, t1: Time, state: State, attempt: Attempt, times: Sequence[Time]
@@ -104,7 +115,7 @@ class RungeKutta(Solver):
         times = [output.t for output in inside]
         if f.wants_t:
             t0, t1, *times = (torch.tensor(t, dtype=torch.float64).requires_grad_() for t in (t0, t1, *times))
-        local = type(before)(z)
+        local = before.of(z)
         attempt = self.step(f, t0, t1, local, None, adaptive=False)
         outputs = [*attempt.state.point]
         grads: list[Tensor | None] = [*a.z]

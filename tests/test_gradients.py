@@ -27,7 +27,18 @@ RUNGE_KUTTA = [
     tm.Dopri8(),
 ]
 CONTROLLERS = [tm.FixedStep(0.0731), tm.AdaptiveStep(1e-3, 1e-4), tm.AdaptiveStep(1e-3, 1e-4, h0=2.0, land=True)]
-REPLAYS = [(alf, method) for alf in (tm.ALF(), tm.ALF(eta=0.95)) for method in (tm.ACA(), tm.MALI())]
+REVERSIBLE = [
+    tm.ALF(),
+    tm.ALF(eta=0.95),
+    tm.ALF(order=4),
+    tm.ALF(order=6),
+    tm.Reversible(tm.RK4()),
+    tm.Reversible(tm.Dopri5(), coupling=0.9),
+    tm.Reversible(tm.Euler()),
+]
+REPLAYS = [(solver, method) for solver in REVERSIBLE for method in (tm.ACA(), tm.MALI())]
+REPLAYS += [(tm.ALF(order=order, refresh=3), method) for order in (2, 4) for method in (tm.ACA(), tm.MALI())]
+REPLAYS += [(tm.ALF(refresh=5), tm.MALI(checkpoint_every=3)), (tm.ALF(order=4), tm.MALI(checkpoint_every=1))]
 REPLAYS += [(solver, tm.ACA()) for solver in RUNGE_KUTTA]
 COMBINATIONS = [
     (solver, method, controller)

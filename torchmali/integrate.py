@@ -59,19 +59,18 @@ def integrate(
         target = times[k]
         segment = k - 1 if lands else 0  # the output from which the steps at hand began
         while t is not target:
-            t1, looks = pace.next(t, target), watch.looks()
-            attempt = solver.step(f, t, t1, state, carry, adaptive, looks)
-
-            signs = [pace.measure(state, attempt)] if adaptive else []
-            if watch.decides():
-                signs.append(watch.alternates(attempt.evidence, state.point, number(t1 - t)))
-            if state.is_bounded:
-                signs.append(attempt.state.extent())
-            values = _read(signs)
-            fit = attempt.state.fit(values[len(signs) - 1 :]) if state.is_bounded else FITS
-            if fit.overflows:  # nothing of the attempt can be trusted
-                state = _rescaled(state, fit.bits, tape)
-                continue
+            t1, fit = pace.next(t, target), None
+            while fit is None or fit.overflows:
+                attempt = solver.step(f, t, t1, state, carry, adaptive, watch.looks())
+                signs = [pace.measure(state, attempt)] if adaptive else []
+                if watch.decides():
+                    signs.append(watch.alternates(attempt.evidence, state.point, number(t1 - t)))
+                if state.is_bounded:
+                    signs.append(attempt.state.extent())
+                values = _read(signs)
+                fit = attempt.state.fit(values[len(signs) - 1 :]) if state.is_bounded else FITS
+                if fit.overflows:  # nothing of the attempt can be trusted: the same once more, on a coarser grid
+                    state = _rescaled(state, fit.bits, tape)
             if not fit.finite:
                 values[0] = math.nan  # rejected, where a controller can reject it
                 require(adaptive, f"Non-finite values in the state or in f {_at(t, t1)}. {LOOK_THERE}", NonFinite)

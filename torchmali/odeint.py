@@ -147,8 +147,9 @@ def odeint(
 ) -> Any:
     """torchdiffeq's `odeint`, with `gradient` to choose how it is differentiated; returns y, time first.
 
-    method: "dopri5" (default), "alf" (default with gradient="mali"), "tsit5", "dopri8", "bosh3", "adaptive_heun",
-    "euler", "midpoint", "heun2", "heun3", "rk4" (3/8 rule), "rk4_classic", or a solver. gradient: "naive" (default),
+    method: "dopri5" (default), "alf" or "alf4" (default with gradient="mali": "alf4" for adaptive steps with rtol <=
+    1e-3), "alf6", "tsit5", "dopri8", "bosh3", "adaptive_heun", "euler", "midpoint", "heun2", "heun3", "rk4" (3/8 rule),
+    "rk4_classic", or a solver. gradient: "naive" (default),
     "aca", "mali", "adjoint", "seminorm", or a gradient method. options: step_size, or first_step, safety, ifactor,
     dfactor, min_step, max_step, max_num_steps, norm.
     """

@@ -217,7 +217,8 @@ class Floats(State):
         norms = torch._foreach_norm((*torch._foreach_sub(self.point, truth.point), *truth.point, *end.point))
         values, n = torch.stack(norms).tolist(), len(self.point)  # the one host read
         sizes = zip(values[:n], values[n : 2 * n], values[2 * n :], strict=True)
-        return max(d / (z or other or 1.0) for d, z, other in sizes)
+        ratios = [d / (z or other or 1.0) for d, z, other in sizes]
+        return math.inf if any(map(math.isnan, ratios)) else max(ratios)
 
 
 class Traced(State):

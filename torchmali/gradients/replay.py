@@ -141,7 +141,7 @@ class Way:
         return walk(self.f, self.solver, events[:end], kept, state, a, self.grad_y), a
 
     def _trusts(self, drift: float, segment: Sequence[Event]) -> bool:
-        self.drift = max(self.drift, math.inf if math.isnan(drift) else drift)
+        self.drift = max(self.drift, drift)
         n_steps = sum(isinstance(event, Step) for event in segment)
         return drift <= self.limit or not self.reruns or n_steps == 1
 

@@ -101,7 +101,7 @@ def through_a_field(method, dtype=torch.float32):
 @pytest.mark.parametrize("run", [growth_gradient, through_a_field])
 def test_forced_drift_is_warned_about_without_checkpoints_and_repaired_with_them(run):
     exact, _ = run(tm.ACA())
-    with pytest.warns(tm.SolverWarning, match=r"relative error of 0\.\d+.*the gradient is about as wrong"):
+    with pytest.warns(tm.SolverWarning, match=r"relative error of .*the gradient is about as wrong"):
         _, stats = run(tm.MALI(checkpoint_every=None))
     assert stats.reconstruction_error > 1e-3 and stats.n_reruns == 0
     with pytest.warns(tm.SolverWarning, match="solved again with more states kept, so the gradient is right"):

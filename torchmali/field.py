@@ -119,7 +119,7 @@ class Field:
 
     def _evaluate_and_look_for_leaves(self, t: Time, z: Tensors) -> Tensors:
         self.looks_for_leaves = False
-        t, z = self.time(t), tuple(x.detach() for x in z)
+        t, z = self.time(t), tuple(x.detach().requires_grad_(x.requires_grad) for x in z)
         with torch.enable_grad():
             u = self(t, z)
         for leaf in forgotten_leaves(u, [*self.theta, t, *z]):  # f may have made t and y require gradients itself

@@ -7,8 +7,8 @@ to the other, so the inverse move computes the same numbers and takes them away:
 
 float32 leaves are held as int32 (the memory of float32, with 3 bits more than its mantissa for the largest element),
 float64 leaves as int64. Integers overflow silently: each step reports how large its numbers got (`extent`), and the
-grid is moved (`rescaled`) before the range is left. One spacing per leaf means that small elements of a leaf have fewer
-bits than large ones (`WideGrid` has bits to spare).
+grid is moved (`rescaled`) before the range is left, or the step is void and repeated on another grid. One spacing per
+leaf means that small elements of a leaf have fewer bits than large ones (`WideGrid` has bits to spare).
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ from torchmali.state import FITS, Fit, Memento, State, Tensors
 
 BITS = {torch.int32: 27, torch.int64: 58}  # of the largest element on a new grid; twice that is room to grow
 LIMIT = {torch.int32: 0.99 * 2**30, torch.int64: 0.99 * 2**62}  # two numbers below it can be added
-FINEST = {torch.float32: 120, torch.float64: 1000}  # the largest k: 2^k must be a float
+FINEST = {torch.float32: 150, torch.float64: 1070}  # the largest k: the smallest floats keep most of their bits
+MANTISSA = {torch.float32: 24, torch.float64: 53}
+BLANK = -40  # k of a leaf of zeros: so coarse that what is added first shows what it should be
+MOST = 5  # bits of a float's mantissa that both z and v may lose for one step
 FINER = 4  # bits that the largest element may lose before the grid is made finer
 
 
@@ -38,18 +41,18 @@ class Grid(State):
 
     def __init__(self, z: Tensors, v: Tensors, kz: tuple[int, ...], kv: tuple[int, ...], reals: tuple):
         self.z, self.v, self.kz, self.kv, self.reals = z, v, kz, kv, reals
-        self.seen: list[list[Tensor]] = [[] for _ in (*z, *z)]  # extremes of what was added to z, and of v
+        # Extremes of what was added to z, and of v, in the moves since `fork`. The way back does not look.
+        self.seen: list[list[Tensor]] | None = None
 
     @classmethod
     def of(cls, z: Tensors) -> Grid:
         words = [cls.integers[x.dtype] for x in z]
-        k = tuple(_exponent(size or 1.0, x.dtype, w) for size, x, w in zip(_sizes(z), z, words, strict=True))
+        k = tuple(_exponent(size, x.dtype, w) for size, x, w in zip(_sizes(z), z, words, strict=True))
         return cls(_quantised(z, k, words), (), k, (), tuple(x.dtype for x in z))
 
     def with_slope(self, v: Tensors) -> Grid:
         words = [x.dtype for x in self.z]
-        sizes = zip(_sizes(v), v, words, self.kz, strict=True)
-        k = tuple(_exponent(size, x.dtype, w) if size else kz for size, x, w, kz in sizes)
+        k = tuple(_exponent(size, x.dtype, w) for size, x, w in zip(_sizes(v), v, words, strict=True))
         return type(self)(self.z, _quantised(v, k, words), self.kz, k, self.reals)
 
     @property
@@ -61,14 +64,17 @@ class Grid(State):
         return _floats(self.v, self.kv, self.reals)
 
     def fork(self) -> Grid:
-        return type(self)(self.z, self.v, self.kz, self.kv, self.reals)
+        fork = type(self)(self.z, self.v, self.kz, self.kv, self.reals)
+        fork.seen = [[] for _ in (*self.z, *self.v)]
+        return fork
 
     def drift(self, e: float) -> Grid:
         moved = []
         for i, (z, v) in enumerate(zip(self.z, self.v, strict=True)):
-            q = v.to(self.reals[i]).mul_(e * 2.0 ** (self.kz[i] - self.kv[i])).round_()
-            self.seen[i] += _extremes(q)
-            moved.append(q.to(z.dtype).add_(z))
+            q = _times_(v.to(self.reals[i]), e, self.kz[i] - self.kv[i])
+            if self.seen is not None:
+                self.seen[i] += _extremes(q)
+            moved.append(q.round_().to(z.dtype).add_(z))
         self.z = tuple(moved)
         return self
 
@@ -76,21 +82,26 @@ class Grid(State):
         assert eta == 1
         turned = []
         for i, (x, v) in enumerate(zip(u, self.v, strict=True)):
-            q = (x * 2.0 ** (self.kv[i] + 1)).round_()
-            w = q.to(v.dtype).sub_(v)
-            self.seen[len(self.z) + i] += *_extremes(q), *_extremes(w)
+            q = _times(x, 1.0, self.kv[i] + 1)
+            ends = _extremes(q) if self.seen is not None else ()
+            w = q.round_().to(v.dtype).sub_(v)
+            if self.seen is not None:
+                self.seen[len(self.z) + i] += *ends, *_extremes(w)
             turned.append(w)
         self.v = tuple(turned)
         return self
 
     def extent(self) -> Tensor:
-        real = self.reals[0]
-        met = [torch.stack([x.to(real) for x in seen]).abs().amax() for seen in self.seen]
+        assert self.seen is not None
+        real, n = max(self.reals, key=lambda real: real.itemsize), len(self.z)
+        met = [torch.stack([x.to(real) for x in seen]).abs() for seen in self.seen]
+        # Of z the sum over the drifts: z may have been larger on the way than it is at the end.
+        met = [x.reshape(-1, 2).amax(1).sum() if i < n else x.amax() for i, x in enumerate(met)]
         left = [end.to(real).abs() for tensor in (*self.z, *self.v) for end in _extremes(tensor)]
         return torch.cat([torch.stack(met), torch.stack(left).reshape(-1, 2).amax(1)])
 
-    def fit(self, extent: list[float]) -> Fit:
-        n, finest = len(self.seen), [FINEST[real] for real in (*self.reals, *self.reals)]
+    def fit(self, extent: list[float], dropped: Sequence[tuple[int, ...]]) -> Fit:
+        n, finest = 2 * len(self.z), [FINEST[real] for real in (*self.reals, *self.reals)]
         words = [x.dtype for x in (*self.z, *self.v)]
         # What was added comes on top of what was there: each must stay below the limit.
         peaks = [max(pair) for pair in zip(extent[:n], extent[n:], strict=True)]
@@ -98,10 +109,22 @@ class Grid(State):
             min(8, _excess(peak, word)) if LIMIT[word] < peak < math.inf else 0
             for peak, word in zip(peaks, words, strict=True)
         ]
-        if any(bits):  # perhaps the cause of numbers that are not finite, too
+        # z or v alone may grow as much as it likes in one step. If both do, then each out of what fell off the other.
+        total = [sum(max(b, 0) for b in column) for column in zip(*dropped, strict=True)] or [0] * n
+        most = min(BITS[x.dtype] - MANTISSA[real] + MOST for x, real in zip(self.z, self.reals, strict=True))
+        explodes = min(max(total[: n // 2]), max(total[n // 2 :])) > most
+        if any(bits) and not explodes:  # perhaps the cause of numbers that are not finite, too
             return Fit(True, True, tuple(bits))
-        if not all(map(math.isfinite, extent)):
+        if explodes or not all(map(math.isfinite, extent)):
             return Fit(False, False, ())
+        # Zeros, and what was added to them was rounded away.
+        bits = [
+            _excess(met, word) if 0 < met < 0.5 and not left and not lost else 0
+            for met, left, lost, word in zip(extent[:n], extent[n:], total, words, strict=True)
+        ]
+        bits = [max(b, k - finest) for b, k, finest in zip(bits, (*self.kz, *self.kv), finest, strict=True)]
+        if any(bits):
+            return Fit(True, True, tuple(bits))
         bits = [_excess(size, word) if size else 0 for size, word in zip(extent[n:], words, strict=True)]
         bits = [max(b, k - finest) for b, k, finest in zip(bits, (*self.kz, *self.kv), finest, strict=True)]
         bits = tuple(b if b > 1 or b < -FINER else 0 for b in bits)
@@ -160,9 +183,23 @@ def _extremes(x: Tensor) -> tuple[Tensor, Tensor]:
     return low, high
 
 
+def _times(x: Tensor, e: float, k: int) -> Tensor:
+    """e 2^k x. In two factors, where one would leave the range of the floats."""
+    if abs(k) < 100:
+        return x * (e * 2.0**k)
+    return (x * 2.0 ** (k // 2)).mul_(e * 2.0 ** (k - k // 2))
+
+
+def _times_(x: Tensor, e: float, k: int) -> Tensor:
+    if abs(k) < 100:
+        return x.mul_(e * 2.0**k)
+    return x.mul_(2.0 ** (k // 2)).mul_(e * 2.0 ** (k - k // 2))
+
+
 def _sizes(x: Tensors) -> list[float]:
     """The largest magnitude in each leaf. One host read."""
-    extremes = [end.to(x[0].dtype).abs() for leaf in x for end in _extremes(leaf)]
+    real = max((leaf.dtype for leaf in x), key=lambda real: real.itemsize)
+    extremes = [end.to(real).abs() for leaf in x for end in _extremes(leaf)]
     sizes = torch.stack(extremes).reshape(-1, 2).amax(1).tolist()
     if not all(map(math.isfinite, sizes)):
         raise NonFinite(f"Non-finite values in leaf {[*map(math.isfinite, sizes)].index(False)} of y0 or of f(t, y).")
@@ -171,7 +208,7 @@ def _sizes(x: Tensors) -> list[float]:
 
 def _exponent(size: float, real: torch.dtype, word: torch.dtype) -> int:
     """k such that 2^(bits - 1) <= size 2^k < 2^bits."""
-    return min(FINEST[real], BITS[word] - math.frexp(size)[1])
+    return min(FINEST[real], BITS[word] - math.frexp(size)[1]) if size else BLANK
 
 
 def _excess(size: float, word: torch.dtype) -> int:
@@ -180,8 +217,8 @@ def _excess(size: float, word: torch.dtype) -> int:
 
 
 def _quantised(x: Tensors, k: Sequence[int], words: Sequence[torch.dtype]) -> Tensors:
-    return tuple((leaf * 2.0**e).round_().to(word) for leaf, e, word in zip(x, k, words, strict=True))
+    return tuple(_times(leaf, 1.0, e).round_().to(word) for leaf, e, word in zip(x, k, words, strict=True))
 
 
 def _floats(x: Tensors, k: Sequence[int], reals: Sequence[torch.dtype]) -> Tensors:
-    return tuple(leaf.to(real).mul_(2.0**-e) for leaf, e, real in zip(x, k, reals, strict=True))
+    return tuple(_times_(leaf.to(real), 1.0, -e) for leaf, e, real in zip(x, k, reals, strict=True))

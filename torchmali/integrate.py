@@ -52,15 +52,16 @@ def integrate(
         _raise_if_non_finite(state, f"in y0 or in f at the start, t = {number(t):.6g}")
 
     lands, adaptive = controller.lands(solver), controller.adaptive
-    watch = Watch(solver.refresh, solver.n_reflects, adaptive, pace.controlled)
+    watch = Watch(solver.renewal, solver.n_reflects, adaptive, pace.controlled)
     k = 1 if lands else len(times) - 1  # the output on which steps land next
     waiting = 1  # the first output not yet handed out
     while k < len(times):
         target = times[k]
         segment = k - 1 if lands else 0  # the output from which the steps at hand began
         while t is not target:
-            t1, fit = pace.next(t, target), None
-            while fit is None or fit.overflows:
+            t1, fit, dropped = pace.next(t, target), None, []
+            start, mark = state, tape.mark()
+            while fit is None or fit.is_void:
                 attempt = solver.step(f, t, t1, state, carry, adaptive, watch.looks())
                 signs = [pace.measure(state, attempt)] if adaptive else []
                 if watch.decides():
@@ -68,13 +69,18 @@ def integrate(
                 if state.is_bounded:
                     signs.append(attempt.state.extent())
                 values = _read(signs)
-                fit = attempt.state.fit(values[len(signs) - 1 :]) if state.is_bounded else FITS
-                if fit.overflows:  # nothing of the attempt can be trusted: the same once more, on a coarser grid
+                fit = attempt.state.fit(values[len(signs) - 1 :], dropped) if state.is_bounded else FITS
+                if fit.is_void:  # nothing of the attempt can be trusted: the same once more, on another grid
                     state = _rescaled(state, fit.bits, tape)
+                    dropped.append(fit.bits)
             if not fit.finite:
                 values[0] = math.nan  # rejected, where a controller can reject it
-                require(adaptive, f"Non-finite values in the state or in f {_at(t, t1)}. {LOOK_THERE}", NonFinite)
+                what = "Values that are not finite, or outgrow the integer grid within one step,"
+                require(adaptive, f"{what} {_at(t, t1)}. {LOOK_THERE}", NonFinite)
             if adaptive and not pace.accepts(t, t1, attempt, signs[0], values[0]):
+                # The bits that fell off for the sake of a step too long are still wanted.
+                state = start
+                tape.back_to(mark)
                 carry = attempt.stages[0] if attempt.stages else carry  # f(t, z) is known by now
                 continue
             tape.step(t, t1, segment, k if t1 is target else segment, state)
@@ -93,7 +99,8 @@ def integrate(
             if (watch.after_step(attempt.evidence) or alternates) and t1 is not times[-1]:
                 before = tape.keep(state.put_away_before_refresh()) if tape.rewinds else None
                 tape.events.append(Refresh(t1, k if t1 is target else segment, before))
-                state = solver.renew(f, t1, state, carry)
+                # The way back will see f at the z that is left, without the bits that just fell off.
+                state = solver.renew(f, t1, state, None if fit.bits else carry)
                 watch.after_renewal()
             t = t1
         tape.events.append(Output(k, None))

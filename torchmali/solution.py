@@ -25,7 +25,7 @@ class Stats:
     n_vjps: int = 0
     h_min: float = float("nan")  # sizes of accepted steps
     h_max: float = float("nan")
-    reconstruction_error: float | None = None  # MALI: |rebuilt z - z| / |z|, the worst leaf's, where z is known
+    reconstruction_error: float | None = None  # MALI: |rebuilt - kept| / |kept| of z or v, the worst leaf's
 
 
 class Solution(NamedTuple):

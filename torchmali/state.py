@@ -97,7 +97,7 @@ class Fit(NamedTuple):
     """How the numbers of a step fit the range of a bounded state."""
 
     finite: bool
-    overflows: bool  # the step is void, and has to be repeated on a coarser grid
+    is_void: bool  # nothing of the step can be trusted: it has to be repeated on another grid
     bits: tuple[int, ...]  # by which to make each tensor coarser (finer: negative); empty: it is well as it is
 
 
@@ -151,7 +151,8 @@ class State(ABC):
         """How large the numbers got in the moves since `fork`, for `fit` (bounded states only)."""
         raise AssertionError("floats are not bounded")
 
-    def fit(self, extent: list[float]) -> Fit:
+    def fit(self, extent: list[float], dropped: Sequence[tuple[int, ...]]) -> Fit:
+        """dropped: the rescales that were made for this very step."""
         raise AssertionError("floats are not bounded")
 
     def rescaled(self: S, bits: tuple[int, ...]) -> tuple[S, Memento]:
@@ -173,7 +174,7 @@ class State(ABC):
 
     @abstractmethod
     def distance(self: S, truth: S, end: S) -> float:
-        """How far z is from the truth: relative, of the worst leaf (`end` is the scale of a leaf that is zero)."""
+        """How far (z, v) is from the truth: relative, of the worst leaf (`end` is the scale of a leaf that is zero)."""
 
 
 class Floats(State):
@@ -214,8 +215,9 @@ class Floats(State):
         return cls(kept.tensors[: kept.form], kept.tensors[kept.form :])
 
     def distance(self, truth: Floats, end: Floats) -> float:
-        norms = torch._foreach_norm((*torch._foreach_sub(self.point, truth.point), *truth.point, *end.point))
-        values, n = torch.stack(norms).tolist(), len(self.point)  # the one host read
+        mine, truths, ends = ((*state.point, *state.slope) for state in (self, truth, end))
+        norms = torch._foreach_norm((*torch._foreach_sub(mine, truths), *truths, *ends))
+        values, n = torch.stack(norms).tolist(), len(mine)  # the one host read
         sizes = zip(values[:n], values[n : 2 * n], values[2 * n :], strict=True)
         ratios = [d / (z or other or 1.0) for d, z, other in sizes]
         return math.inf if any(map(math.isnan, ratios)) else max(ratios)

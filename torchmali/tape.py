@@ -80,6 +80,14 @@ class Tape:
         self.kept.append(memento)
         return len(self.kept) - 1
 
+    def mark(self) -> tuple[int, int]:
+        """To come `back_to`, as long as no step was added."""
+        return len(self.events), len(self.kept)
+
+    def back_to(self, mark: tuple[int, int]) -> None:
+        n_events, n_kept = mark
+        del self.events[n_events:], self.kept[n_kept:]
+
     def _thin_out(self) -> None:
         assert self.keep_every is not None
         for position in self.checkpoints[1::2]:

@@ -48,10 +48,10 @@ class Watch:
     def alternates(self, evidence: Evidence, z: Tensors, h: float) -> Tensor:
         """Whether f - v alternates in some row, as a 0-d tensor of zeros and ones, like z."""
         values = [*self.values, *evidence][-N_VALUES:]
-        if len(values) < N_VALUES or not self.leaves:
+        if len(values) < N_VALUES or not any(z[i].numel() for i in self.leaves):
             return z[0].new_zeros(())
         x0, x1, x2 = values
-        found = [_alternates(x0[i], x1[i], x2[i], z[i], abs(h)) for i in self.leaves]
+        found = [_alternates(x0[i], x1[i], x2[i], z[i], abs(h)) for i in self.leaves if z[i].numel()]
         return (found[0] if len(found) == 1 else torch.stack(found).any()).to(z[0].dtype)
 
     def after_step(self, evidence: Evidence) -> bool:

@@ -11,7 +11,7 @@ import torch
 
 from torchmali.controllers import StepController
 from torchmali.gradients.base import Problem
-from torchmali.gradients.replay import ReplayGradient
+from torchmali.gradients.replay import DRIFT_LIMITS, ReplayGradient
 from torchmali.grid import Grid, WideGrid
 from torchmali.solution import Incompatible, InvalidState, require, short_repr, warn
 from torchmali.solvers.base import ReversibleSolver, Solver
@@ -19,7 +19,6 @@ from torchmali.state import Floats, State, Tensors
 from torchmali.tape import Tape
 
 TELL_LIMIT = 1e-3  # a gradient wrong by more than about this is warned about
-CHECKPOINT_TOLERANCE = 1e-4  # of v, by which "auto" chooses how many damped steps to invert in a row
 MIXED_SCALES = 2.0**-9  # a channel so much smaller than the largest has too few bits on an int32 grid
 UNITS = {"B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -111,7 +110,7 @@ class MALI(ReplayGradient):
             'is wrong; checkpoint_every="auto" keeps it right.'
         )
 
-    def judge_forward(self, problem: Problem, y: Tensors, tape: Tape) -> None:
+    def judge_forward(self, problem: Problem, y: Tensors, end: State, tape: Tape) -> None:
         longest, every = _longest(problem), tape.keep_every
         if self.memory is not None and longest is not None and every is not None:
             size = 2 * sum(z.nbytes for z in problem.z0)
@@ -122,8 +121,9 @@ class MALI(ReplayGradient):
             )
             require(every <= longest, what)
         if self.exact is True:
-            for i, leaf in enumerate(y):
-                _require_one_scale(i, leaf)
+            span = abs(problem.times[-1] - problem.times[0])
+            for i, (leaf, v) in enumerate(zip(y, end.slope, strict=True)):
+                _require_one_scale(i, leaf.abs().amax(0), span * v.abs())
 
     def judge_backward(self, drift: float, n_reruns: int) -> None:
         error = f"MALI rebuilt a state with a relative error of {drift:.2g}: round-off grew on the way back"
@@ -140,13 +140,14 @@ class MALI(ReplayGradient):
 
 
 def _longest(problem: Problem) -> int | None:
-    """How many steps can be inverted in a row before round-off is amplified to the tolerance; None: any number."""
+    """How many steps can be inverted in a row before round-off grows to a tenth of the limit; None: any number."""
     assert isinstance(problem.solver, ReversibleSolver)
     factor = problem.solver.amplification
     if factor == 1:
         return None
-    eps = max(torch.finfo(z.dtype).eps for z in problem.z0) / 2
-    return max(1, int(math.log(CHECKPOINT_TOLERANCE / eps) / math.log(factor)))
+    dtype = max((z.dtype for z in problem.z0), key=lambda dtype: torch.finfo(dtype).eps)
+    reach = 0.1 * DRIFT_LIMITS[dtype] / (torch.finfo(dtype).eps / 2)
+    return max(1, int(math.log(reach) / math.log(factor)))
 
 
 def _power(factor: float, n: int) -> float:
@@ -162,16 +163,18 @@ def _bytes(memory: str | int) -> float:
     return float(found[1]) * unit
 
 
-def _require_one_scale(i: int, y: torch.Tensor) -> None:
-    """y: (time, ...). Elements of a leaf, or its channels where there is a batch, should be of like size."""
-    if y.dtype != torch.float32 or y[0].numel() < 2:
+def _require_one_scale(i: int, y: torch.Tensor, change: torch.Tensor) -> None:
+    """y: the largest magnitudes at the output times. change: what v makes of it; a small y may just be passing zero."""
+    if y.dtype != torch.float32 or y.numel() < 2:
         return
-    channel = 1 if y.ndim <= 2 else 2
-    sizes = y.abs().amax([d for d in range(y.ndim) if d != channel])
-    smallest, largest = torch.where(sizes > 0, sizes, sizes.max()).aminmax()
-    ratio = (smallest / largest).item()
+    sizes, ratios = torch.maximum(y, change), []
+    for d, n in enumerate(sizes.shape):
+        slices = sizes.movedim(d, 0).reshape(n, -1).amax(1)
+        smallest, largest = torch.where(slices > 0, slices, slices.max()).aminmax()
+        ratios.append(smallest / largest)
+    ratio = torch.stack(ratios).min().item()
     what = (
-        f"Leaf {i} of the state mixes scales: one of its channels is {ratio:.1e} of the largest, and the int32 grid of "
+        f"Leaf {i} of the state mixes scales: a slice of it is {ratio:.1e} of the largest, and the int32 grid of "
         "MALI(exact=True), which has one spacing for the whole leaf, would follow it less accurately than float32. Use "
         'exact="int64", split the leaf into a tuple of leaves, or scale the state.'
     )

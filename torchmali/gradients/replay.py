@@ -44,11 +44,13 @@ class ReplayGradient(GradientMethod):
 
     def solve(self, problem: Problem) -> Tensors:
         if not problem.wants_gradient:
-            return forward(problem, arithmetic=self.arithmetic)[0]
+            y, end, tape = forward(problem, arithmetic=self.arithmetic)
+            self.judge_forward(problem, y, end, tape)
+            return y
         return _Replay.apply(self, problem, *problem.inputs)  # type: ignore[return-value]
 
-    def judge_forward(self, problem: Problem, y: Tensors, tape: Tape) -> None:
-        """Look at a finished forward pass that is to be walked back."""
+    def judge_forward(self, problem: Problem, y: Tensors, end: State, tape: Tape) -> None:
+        """Look at a finished forward pass."""
 
     def judge_backward(self, drift: float, n_reruns: int) -> None:
         """Look at a finished backward pass: the worst that was rebuilt, and how many segments were solved again."""
@@ -58,7 +60,7 @@ class _Replay(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, method: ReplayGradient, problem: Problem, *inputs: Tensor | None) -> Tensors:
         y, end, tape = forward(problem, arithmetic=method.arithmetic, tape=method.tape(problem))
-        method.judge_forward(problem, y, tape)
+        method.judge_forward(problem, y, end, tape)
         ctx.set_materialize_grads(False)
         ctx.method, ctx.events, ctx.stats = method, tape.events, problem.stats
         ctx.field, ctx.solver = problem.field.without_theta(), problem.solver
@@ -126,34 +128,37 @@ class Way:
                 truth = state.back_to(kept[head.before])
             else:
                 truth = state.of(self.z0)
-            if self.compares and not state.is_bounded and not self._trusts(state.distance(truth, after), segment):
+            start = self._renewed(head, truth, a) if isinstance(head, Refresh) else truth
+            if self.compares and not self._trusts(state, start, after, segment):
                 a = aside or Cotangent.zero(state, len(self.f.theta), len(a.times))
-                state, a = self._again(segment, head, truth, after, a)
+                a = self._again(segment, start, after, a)
+                if isinstance(head, Refresh):
+                    self._renewed(head, truth, a)
             elif aside:
                 a.take_back(aside)
-            if isinstance(head, Refresh):
-                renewed, g_t = self.solver.pull_renewal(self.f, head.t, truth, a)
-                if g_t is not None:
-                    a.times[head.k] = a.times[head.k] + g_t
-                if self.compares and state.is_bounded:
-                    self._require_same(state.distance(renewed, after))
             state = truth
         return walk(self.f, self.solver, events[:end], kept, state, a, self.grad_y), a
 
-    def _trusts(self, drift: float, segment: Sequence[Event]) -> bool:
+    def _renewed(self, head: Refresh, before: State, a: Cotangent) -> State:
+        """Pull `a` back over a refresh; the state that it made."""
+        renewed, g_t = self.solver.pull_renewal(self.f, head.t, before, a)
+        if g_t is not None:
+            a.times[head.k] = a.times[head.k] + g_t
+        return renewed
+
+    def _trusts(self, rebuilt: State, truth: State, after: State, segment: Sequence[Event]) -> bool:
+        drift = rebuilt.distance(truth, after)
+        if rebuilt.is_bounded:  # nothing but another f can lead astray there
+            self._require_same(drift)
         self.drift = max(self.drift, drift)
         n_steps = sum(isinstance(event, Step) for event in segment)
-        return drift <= self.limit or not self.reruns or n_steps == 1
+        return drift <= self.limit or not self.reruns or n_steps < 2
 
-    def _again(
-        self, segment: Sequence[Event], head: Event, truth: State, after: State, a: Cotangent
-    ) -> tuple[State, Cotangent]:
+    def _again(self, segment: Sequence[Event], state: State, after: State, a: Cotangent) -> Cotangent:
         """Solve a segment again from its start, keep about the root of its states, and walk back once more."""
         self.n_reruns += 1
-        tape, state = Tape(keep_every=math.isqrt(sum(isinstance(event, Step) for event in segment))), truth
+        tape = Tape(keep_every=math.isqrt(sum(isinstance(event, Step) for event in segment)))
         with torch.no_grad():
-            if isinstance(head, Refresh):
-                state = self.solver.renew(self.f, head.t, state, None)
             for event in segment:
                 if isinstance(event, Step):
                     tape.step(*event[:4], state)
@@ -161,7 +166,7 @@ class Way:
                 else:
                     tape.events.append(event)
         self._require_same(state.distance(after, after))
-        return self.back(tape.events, tape.kept, state, a)
+        return self.back(tape.events, tape.kept, state, a)[1]
 
     def _require_same(self, drift: float) -> None:
         if drift <= self.limit:

@@ -92,7 +92,7 @@ class Solver(ABC):
     """A one-step method. An immutable value: two solves never influence each other."""
 
     interpolates: ClassVar[bool]  # it has an interpolant as accurate as its steps
-    refresh: str | int = "never"  # when v is renewed: "auto", "never", or every so many steps
+    renewal: str | int = "never"  # when v is renewed: "auto", "never", or every so many steps
     n_reflects: int = 0  # in a step
 
     @property

@@ -94,8 +94,11 @@ class ALF(ReversibleSolver):
         every_n = isinstance(refresh, int) and not isinstance(refresh, bool) and refresh > 0
         what = f'ALF(refresh={refresh!r}): "auto", "never", or a number of steps.'
         require(every_n or refresh in ("auto", "never"), what)
-        if eta != 1 and refresh == "auto":
-            object.__setattr__(self, "refresh", "never")  # damping does what a refresh is for
+
+    @property
+    def renewal(self) -> str | int:
+        damped = self.eta != 1 and self.refresh == "auto"  # damping does what a refresh is for
+        return "never" if damped else self.refresh
 
     @property
     def n_reflects(self) -> int:

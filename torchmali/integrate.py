@@ -59,30 +59,37 @@ def integrate(
         target = times[k]
         segment = k - 1 if lands else 0  # the output from which the steps at hand began
         while t is not target:
-            t1, fit, dropped = pace.next(t, target), None, []
-            start, mark = state, tape.mark()
-            while fit is None or fit.is_void:
-                attempt = solver.step(f, t, t1, state, carry, adaptive, watch.looks())
-                signs = [pace.measure(state, attempt)] if adaptive else []
-                if watch.decides():
-                    signs.append(watch.alternates(attempt.evidence, state.point, number(t1 - t)))
-                if state.is_bounded:
-                    signs.append(attempt.state.extent())
-                values = _read(signs)
-                fit = attempt.state.fit(values[len(signs) - 1 :], dropped) if state.is_bounded else FITS
-                if fit.is_void:  # nothing of the attempt can be trusted: the same once more, on another grid
+            t1, (looks, decides) = pace.next(t, target), watch.plan()
+            start, mark, fit, renews = state, tape.mark(), FITS, False
+            attempt = solver.step(f, t, t1, state, carry, adaptive, looks)
+            if adaptive or decides or state.is_bounded:
+                dropped: list[tuple[int, ...]] = []
+                while True:
+                    signs = [pace.measure(state, attempt)] if adaptive else []
+                    if state.is_bounded:
+                        signs.append(attempt.state.extent())
+                    if decides:
+                        signs.append(watch.alternates(attempt.evidence, state.point, number(t1 - t)))
+                    values = _read(signs)
+                    extent = values[adaptive : len(values) - decides]
+                    fit = attempt.state.fit(extent, dropped) if state.is_bounded else FITS
+                    if not fit.is_void:
+                        break
+                    # Nothing of the attempt can be trusted: the same once more, on another grid.
                     state = _rescaled(state, fit.bits, tape)
                     dropped.append(fit.bits)
-            if not fit.finite:
-                values[0] = math.nan  # rejected, where a controller can reject it
-                what = "Values that are not finite, or outgrow the integer grid within one step,"
-                require(adaptive, f"{what} {_at(t, t1)}. {LOOK_THERE}", NonFinite)
-            if adaptive and not pace.accepts(t, t1, attempt, signs[0], values[0]):
-                # The bits that fell off for the sake of a step too long are still wanted.
-                state = start
-                tape.back_to(mark)
-                carry = attempt.stages[0] if attempt.stages else carry  # f(t, z) is known by now
-                continue
+                    attempt = solver.step(f, t, t1, state, carry, adaptive, looks)
+                renews = decides and values[-1] > 0
+                if not fit.finite:
+                    values[0] = math.nan  # rejected, where a controller can reject it
+                    what = "Values that are not finite, or outgrow the integer grid within one step,"
+                    require(adaptive, f"{what} {_at(t, t1)}. {LOOK_THERE}", NonFinite)
+                if adaptive and not pace.accepts(t, t1, attempt, signs[0], values[0]):
+                    # The bits that fell off for the sake of a step too long are still wanted.
+                    state = start
+                    tape.back_to(mark)
+                    carry = attempt.stages[0] if attempt.stages else carry  # f(t, z) is known by now
+                    continue
             tape.step(t, t1, segment, k if t1 is target else segment, state)
             carry = attempt.carry
             inside = () if lands else _between(times, waiting, k, t1)
@@ -95,8 +102,7 @@ def integrate(
             if locate:
                 _raise_if_non_finite(attempt.state, _at(t, t1))
             state = _rescaled(attempt.state, fit.bits, tape) if fit.bits else attempt.state
-            alternates = watch.decides() and values[adaptive] > 0
-            if (watch.after_step(attempt.evidence) or alternates) and t1 is not times[-1]:
+            if (watch.after_step(attempt.evidence) or renews) and t1 is not times[-1]:
                 before = tape.keep(state.put_away_before_refresh()) if tape.rewinds else None
                 tape.events.append(Refresh(t1, k if t1 is target else segment, before))
                 # The way back will see f at the z that is left, without the bits that just fell off.

@@ -36,23 +36,22 @@ class Watch:
         self.n_steps = 0
         self.values: list[Sequence[Tensor]] = []
 
-    def looks(self) -> bool:
-        """Whether the next step should bring its evidence."""
-        return self.period == 1 or (self.period > 1 and self.n_steps % self.period >= self.period - N_VALUES)
-
-    def decides(self) -> bool:
-        """Whether that evidence is to be judged."""
-        return self.period > 0 and self.n_steps % self.period == self.period - 1
+    def plan(self) -> tuple[bool, bool]:
+        """Whether the next step should bring its evidence, and whether that is to be judged."""
+        if not self.period:
+            return False, False
+        left = self.period - 1 - self.n_steps % self.period
+        return left < N_VALUES, left == 0
 
     @torch.no_grad()
     def alternates(self, evidence: Evidence, z: Tensors, h: float) -> Tensor:
-        """Whether f - v alternates in some row, as a 0-d tensor of zeros and ones, like z."""
+        """Whether f - v alternates in some row, as a 0-d tensor."""
         values = [*self.values, *evidence][-N_VALUES:]
         if len(values) < N_VALUES or not any(z[i].numel() for i in self.leaves):
-            return z[0].new_zeros(())
+            return z[0].new_zeros((), dtype=torch.bool)
         x0, x1, x2 = values
         found = [_alternates(x0[i], x1[i], x2[i], z[i], abs(h)) for i in self.leaves if z[i].numel()]
-        return (found[0] if len(found) == 1 else torch.stack(found).any()).to(z[0].dtype)
+        return found[0] if len(found) == 1 else torch.stack(found).any()
 
     def after_step(self, evidence: Evidence) -> bool:
         """Take note of an accepted step; true if it is time for a renewal without looking."""
@@ -66,13 +65,10 @@ class Watch:
 
 
 def _alternates(x0: Tensor, x1: Tensor, x2: Tensor, z: Tensor, h: float) -> Tensor:
-    # Divided by the largest element, as squares of small float32 numbers are zero. The round-off of f is that of z
+    # One factor is divided by its size, as squares of small float32 numbers are zero. The round-off of f is that of z
     # times f', and with |f'| h > 1 no solution is followed.
-    x0, x1, x2, z = torch._foreach_div((x0, x1, x2, z), x1.abs().amax())
     rate = 4 * torch.finfo(z.dtype).eps / h if h else math.inf
-    noise = -rate * rate * _per_row(z * z)
-    return ((_per_row(x0 * x1) < noise) & (_per_row(x1 * x2) < noise)).any()
-
-
-def _per_row(x: Tensor) -> Tensor:
-    return x.flatten(1).sum(1) if x.ndim > 1 else x.sum()
+    products = torch.stack((x0, x1, z)).div_(torch.linalg.vector_norm(x1)).mul_(torch.stack((x1, x2, z)))
+    per_row = products.flatten(2 if z.ndim > 1 else 1).sum(-1) if z.ndim else products
+    first, second, noise = per_row.unbind()
+    return (torch.maximum(first, second) < noise.mul_(-rate * rate)).any()

@@ -10,8 +10,8 @@ ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 
 
-def test_the_readmes_examples_run():
-    first, second = re.findall(r"```python\n(.*?)```", README.read_text(), re.S)
+def test_the_readmes_examples_run(capsys):
+    first, second, third = re.findall(r"```python\n(.*?)```", README.read_text(), re.S)
     names: dict = {}
     exec(first, names)
     assert names["solution"].y.shape == (3, 128, 2)
@@ -20,6 +20,8 @@ def test_the_readmes_examples_run():
     exec(second, names)
     names["y"].sum().backward()
     assert names["y0"].grad is not None
+    exec(third, names)
+    assert "mali4" in capsys.readouterr().out
 
 
 def test_the_readmes_benchmark_is_the_record():

@@ -29,7 +29,9 @@ ROOMS = [  # a room may import those named before it
     "gradients.aca",
     "gradients.mali",
     "odeint",
+    "audit",
     "__init__",
+    "__main__",
 ]
 FORBIDDEN = {  # finer than the order above: importing room -> what it must not know
     "integrate": ("field", "grid", "solvers.leapfrog", "solvers.runge_kutta", "solvers.coupled"),
@@ -39,7 +41,8 @@ FORBIDDEN = {  # finer than the order above: importing room -> what it must not 
     "solvers.runge_kutta": ("solvers.leapfrog",),
 }
 SOURCES = [path for path in sorted(CORE.rglob("*.py")) if path.read_text().strip()]
-MAX_LINES = 2500
+MAX_LINES = 2300  # of what a solve runs through
+TOOLS = ("audit", "__main__")  # beside it
 
 
 def room(path: Path) -> str:
@@ -72,8 +75,9 @@ def test_imports_go_in_one_direction(path: Path):
 @pytest.mark.parametrize("path", SOURCES, ids=room)
 def test_the_core_needs_torch_and_the_standard_library_alone(path: Path):
     standard = {
-        "__future__", "abc", "collections", "contextlib", "copy", "dataclasses", "functools", "itertools", "math",
-        "re", "sys", "types", "typing", "warnings", "weakref",
+        "__future__", "abc", "argparse", "collections", "contextlib", "copy", "dataclasses", "functools", "gc", "html",
+        "importlib", "itertools", "math", "pathlib", "re", "runpy", "sys", "textwrap", "time", "types", "typing",
+        "warnings", "weakref",
     }  # fmt: skip
     for name in imports(path):
         assert name.split(".")[0] in standard | {"torch", "torchmali"}, f"{room(path)}: {name}"
@@ -114,4 +118,4 @@ def lines_of_code(path: Path) -> int:
 
 def test_the_core_can_be_read_in_one_sitting():
     lines = {room(path): lines_of_code(path) for path in SOURCES}
-    assert sum(lines.values()) <= MAX_LINES, lines
+    assert sum(n for name, n in lines.items() if name not in TOOLS) <= MAX_LINES, lines

@@ -21,7 +21,7 @@ lint: $(VENV)/dev.stamp
 	$(RUN) -m basedpyright
 
 bench: $(VENV)/bench.stamp
-	$(RUN) -m benchmarks.gradients
+	$(RUN) -m benchmarks
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info demo .pytest_cache .ruff_cache

@@ -31,7 +31,7 @@ from torchmali.state import Memento, State, Structure
 from torchmali.tape import Event, Rescale, Tape
 
 ORDERS = (2, 4, 6)
-STEPS = {2: 120, 4: 30, 6: 20}  # enough that no problem here diverges
+STEPS = {2: 200, 4: 50, 6: 30}  # enough that no problem here diverges
 EXACT = tm.MALI(exact=True)
 PLAIN = tm.MALI(checkpoint_every=None)
 
@@ -73,7 +73,7 @@ def in_steps(name: str, n: int) -> tm.FixedStep:
 
 
 def controllers(name: str, order: int) -> list[tm.StepController]:
-    return [in_steps(name, STEPS[order]), tm.AdaptiveStep(3e-2, 1e-3)]
+    return [in_steps(name, STEPS[order]), tm.AdaptiveStep(1e-2 if order == 2 else 1e-3, 1e-5)]
 
 
 CASES = [(name, order, controller) for name in ODES for order in ORDERS for controller in controllers(name, order)]
@@ -120,8 +120,9 @@ def test_every_refresh_policy_is_rebuilt_to_the_bit_on_both_grids(refresh, arith
     assert_rebuilt(case)
 
 
-def test_ten_thousand_steps_are_rebuilt_to_the_bit():
-    case = solved("van_der_pol", tm.ALF(), in_steps("van_der_pol", 10_000))
+@pytest.mark.parametrize("name", ["van_der_pol", "decay"])
+def test_ten_thousand_steps_are_rebuilt_to_the_bit(name):
+    case = solved(name, tm.ALF(), in_steps(name, 10_000))
     assert case.stats.n_steps == 10_000 and case.stats.n_refreshes > 0 and case.stats.n_rescales > 0
     assert_rebuilt(case)
 
@@ -136,7 +137,7 @@ def test_ten_thousand_steps_of_every_order_are_rebuilt_to_the_bit(name, order):
 
 
 def test_another_process_that_never_saw_the_start_rebuilds_it(tmp_path):
-    cases = [solved(name, tm.ALF(order=order), controller) for name, order, controller in CASES[::9]]
+    cases = [solved(name, tm.ALF(order=order), controller) for name, order, controller in CASES[::5]]
     cases += [solved(name, tm.ALF(), in_steps(name, 200), WideGrid) for name in ("decay", "lorenz")]
     assert any(case.stats.n_refreshes and case.stats.n_rescales for case in cases)
     source, target = tmp_path / "ends", tmp_path / "starts"
@@ -180,16 +181,14 @@ def gradients(name: str, solver: tm.ALF, controller: tm.StepController, method: 
 
 
 GRADIENT_CASES = [
-    ("mlp", 2, 60), ("mlp", 4, None), ("oscillator", 4, None), ("toy", 4, 10), ("decay", 2, 150), ("decay", 4, None),
-    ("growth", 2, None), ("growth", 6, 6), ("van_der_pol", 2, 150), ("van_der_pol", 4, None), ("lorenz", 2, 200),
-    ("lorenz", 6, 25),
+    ("mlp", 2, 60), ("mlp", 4, None), ("oscillator", 6, None), ("toy", 4, 10), ("decay", 2, 150), ("decay", 4, None),
+    ("growth", 2, None), ("growth", 6, 6), ("van_der_pol", 2, 150), ("van_der_pol", 4, None), ("lorenz", 2, 300),
+    ("lorenz", 6, 40),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("name", "order", "n", "exact"),
-    [*((*case, True) for case in GRADIENT_CASES), *((*case, "int64") for case in GRADIENT_CASES[::4])],
-)
+@pytest.mark.parametrize(("name", "order", "n"), GRADIENT_CASES)
+@pytest.mark.parametrize("exact", [True, "int64"])
 def test_the_gradient_equals_that_of_the_stored_trajectory(name, order, n, exact):
     solver, controller = tm.ALF(order=order), in_steps(name, n) if n else tm.AdaptiveStep(1e-2, 1e-4)
     grads, stats = gradients(name, solver, controller, tm.MALI(exact=exact))
@@ -212,7 +211,7 @@ def test_checkpoints_change_nothing_of_an_exact_gradient(every, memory):
 
 
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("name", ["mlp", "growth"])
+@pytest.mark.parametrize("name", ["mlp", "toy", "growth"])
 def test_the_gradient_is_that_of_plain_autograd_up_to_float32(name, order):
     """The only difference is rounding: of each step to the grid here, to float32 there."""
     solver, controller = tm.ALF(order=order), in_steps(name, STEPS[order])
@@ -241,7 +240,7 @@ def test_the_way_back_keeps_nothing_of_the_steps_it_has_passed():
         got = tm.solve(torch.mul, y, [0.5, 1.0], controller=tm.FixedStep(0.5 / n_steps), gradient=EXACT)
         got.y[-1].sum().backward()
 
-    assert peak_bytes(lambda: run(60)) == peak_bytes(lambda: run(15))
+    assert peak_bytes(lambda: run(100)) == peak_bytes(lambda: run(20))
 
 
 # 3. Any field, any state.
@@ -332,11 +331,11 @@ def specs(draw) -> Spec:
     order = draw(st.sampled_from(ORDERS))
     span = draw(powers(-2, 1))
     if draw(st.booleans()):
-        controller = tm.FixedStep(span / draw(st.integers(1, 30 // order)))
+        controller = tm.FixedStep(span / draw(st.integers(1, 60 // order)))
     else:
         rtol = draw(powers(-4, -1))
         h0 = draw(st.sampled_from([None, None, span]))
-        controller = tm.AdaptiveStep(rtol, rtol * draw(powers(-6, 0)), h0=h0, max_steps=100 // order)
+        controller = tm.AdaptiveStep(rtol, rtol * draw(powers(-6, 0)), h0=h0, max_steps=100)
     shares = [0.0, *draw(st.sampled_from([[], [0.5], [0.01, 0.77]])), 1.0]
     t0, sign = draw(st.sampled_from([0.0, -3.0, 100.0])), draw(st.sampled_from([1, -1]))
     return Spec(
@@ -447,7 +446,6 @@ def test_a_jump_of_the_slope_is_followed_as_floats_do(jump, order):
 
 
 EXPLOSIONS = {
-    "a pulse at rest": (lambda t, y: torch.exp(-((20 * t - 10) ** 2)) * torch.ones_like(y), 0.0, 1.0, 0.1),
     "a jump to 1e6": (switches(0.55, 1.0, 1e6), 1.0, 1.0, 0.1),
     "1e6 y": (lambda t, y: 1e6 * y, 1.0, 1.0, 0.5),
     "3 y": (lambda t, y: 3 * y, 1.0, 10.0, 10.0),
@@ -506,7 +504,7 @@ def test_an_adaptive_solve_passes_a_jump_of_the_slope(order):
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("controller", [tm.FixedStep(0.1), tm.AdaptiveStep(1e-3, 1e-4)], ids=["fixed", "adaptive"])
-@pytest.mark.parametrize("value", [-math.inf, math.nan])
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
 def test_a_slope_that_is_not_finite_is_an_error(value, controller, order):
     def func(t, y):
         return {"good": -y["good"], "bad": switches(0.55, 1.0, value)(t, y["bad"])}
@@ -521,7 +519,7 @@ def test_a_slope_that_is_not_finite_is_an_error(value, controller, order):
 def test_adaptive_steps_end_at_a_blow_up(explosion, order):
     y0 = torch.tensor([1.0], requires_grad=True)  # the solutions end at t = 1 and 1 / e
     with pytest.raises((tm.NonFinite, tm.StepUnderflow, tm.StepLimit)) as error:
-        controller = tm.AdaptiveStep(1e-3, 1e-4, max_steps=200)
+        controller = tm.AdaptiveStep(1e-3, 1e-4, max_steps=1000)
         tm.solve(Guarded(explosion), y0, [0.0, 2.0], solver=tm.ALF(order=order), controller=controller, gradient=EXACT)
     assert "t = " in str(error.value)
 
@@ -537,7 +535,7 @@ def test_a_float64_leaf_keeps_its_range_beside_a_float32_one(size):
 @pytest.mark.parametrize("exact", [True, "int64"])
 def test_a_solution_that_decays_to_1e_35_is_followed(exact):
     """float32 goes down to 1e-38."""
-    y = tm.solve(lambda t, y: -y, torch.ones(1), [0.0, 80.0], controller=tm.FixedStep(0.04), gradient=tm.MALI(exact)).y
+    y = tm.solve(lambda t, y: -y, torch.ones(1), [0.0, 80.0], controller=tm.FixedStep(0.02), gradient=tm.MALI(exact)).y
     assert y[-1].item() == pytest.approx(math.exp(-80), rel=2e-2)
 
 
@@ -663,7 +661,7 @@ def test_the_transformer_layer_above_has_another_path_without_gradients():
 
 # 7. Accuracy.
 
-FINE = {2: 300, 4: 75, 6: 45}  # so many steps that orders 4 and 6 show round-off rather than truncation
+FINE = {2: 1000, 4: 200, 6: 100}  # so many steps that orders 4 and 6 show round-off rather than truncation
 
 
 @pytest.mark.parametrize("order", ORDERS)

@@ -60,16 +60,15 @@ def integrate(
         segment = k - 1 if lands else 0  # the output from which the steps at hand began
         while t is not target:
             t1, (looks, decides) = pace.next(t, target), watch.plan()
-            start, mark, fit, renews = state, tape.mark(), FITS, False
-            attempt = solver.step(f, t, t1, state, carry, adaptive, looks)
+            attempt, fit, renews = solver.step(f, t, t1, state, carry, adaptive, looks), FITS, False
             if adaptive or decides or state.is_bounded:
-                dropped: list[tuple[int, ...]] = []
+                start, mark, dropped = state, tape.mark(), []
                 while True:
                     signs = [pace.measure(state, attempt)] if adaptive else []
                     if state.is_bounded:
                         signs.append(attempt.state.extent())
                     if decides:
-                        signs.append(watch.alternates(attempt.evidence, state.point, number(t1 - t)))
+                        signs.append(watch.alternation(attempt.evidence, state.point, number(t1 - t)))
                     values = _read(signs)
                     extent = values[adaptive : len(values) - decides]
                     fit = attempt.state.fit(extent, dropped) if state.is_bounded else FITS
@@ -79,7 +78,7 @@ def integrate(
                     state = _rescaled(state, fit.bits, tape)
                     dropped.append(fit.bits)
                     attempt = solver.step(f, t, t1, state, carry, adaptive, looks)
-                renews = decides and values[-1] > 0
+                renews = decides and values[-1] < 0
                 if not fit.finite:
                     values[0] = math.nan  # rejected, where a controller can reject it
                     what = "Values that are not finite, or outgrow the integer grid within one step,"

@@ -200,7 +200,7 @@ class Floats(State):
         if self.owns_point:
             add_(self.point, self.slope, e)
         else:
-            self.point, self.owns_point = tuple(torch._foreach_add(self.point, self.slope, alpha=e)), True
+            self.point, self.owns_point = added(self.point, self.slope, e), True
         return self
 
     def reflect(self, u: Tensors, eta: float) -> Floats:
@@ -255,8 +255,15 @@ class Traced(State):
         raise AssertionError("autograd goes back over these")
 
 
+def added(x: Leaves, y: Leaves, alpha: float) -> Tensors:
+    """x + alpha y. The plain call is cheaper than a foreach over one small leaf."""
+    if len(x) == 1:
+        return (x[0].add(y[0], alpha=alpha),)
+    return tuple(torch._foreach_add(x, y, alpha=alpha))
+
+
 def add_(x: Leaves, y: Leaves, alpha: float) -> None:
-    """x += alpha y. The plain call is cheaper than a foreach over one small leaf."""
+    """x += alpha y"""
     if len(x) == 1:
         x[0].add_(y[0], alpha=alpha)
     else:

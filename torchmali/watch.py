@@ -22,6 +22,7 @@ from torchmali.state import Tensors
 
 PERIOD = 8  # with fixed steps, w is looked at (and the host read) no more often than once in so many reflects
 N_VALUES = 3  # of f - v in a row
+MAGNIFIED = 2.0**40  # as squares of small float32 numbers are zero
 Evidence = Sequence[Sequence[Tensor]]
 
 
@@ -43,15 +44,14 @@ class Watch:
         left = self.period - 1 - self.n_steps % self.period
         return left < N_VALUES, left == 0
 
-    @torch.no_grad()
-    def alternates(self, evidence: Evidence, z: Tensors, h: float) -> Tensor:
-        """Whether f - v alternates in some row, as a 0-d tensor."""
+    def alternation(self, evidence: Evidence, z: Tensors, h: float) -> Tensor:
+        """Negative if f - v alternates in some row. A 0-d tensor."""
         values = [*self.values, *evidence][-N_VALUES:]
-        if len(values) < N_VALUES or not any(z[i].numel() for i in self.leaves):
-            return z[0].new_zeros((), dtype=torch.bool)
-        x0, x1, x2 = values
-        found = [_alternates(x0[i], x1[i], x2[i], z[i], abs(h)) for i in self.leaves if z[i].numel()]
-        return found[0] if len(found) == 1 else torch.stack(found).any()
+        leaves = [i for i in self.leaves if z[i].numel()]
+        if len(values) < N_VALUES or not leaves:
+            return z[0].new_ones(())
+        found = [_alternation(*(x[i] for x in values), z[i], abs(h)) for i in leaves]
+        return found[0] if len(found) == 1 else torch.stack([x.to(found[0]) for x in found]).amin()
 
     def after_step(self, evidence: Evidence) -> bool:
         """Take note of an accepted step; true if it is time for a renewal without looking."""
@@ -64,11 +64,11 @@ class Watch:
         self.values = []
 
 
-def _alternates(x0: Tensor, x1: Tensor, x2: Tensor, z: Tensor, h: float) -> Tensor:
-    # One factor is divided by its size, as squares of small float32 numbers are zero. The round-off of f is that of z
-    # times f', and with |f'| h > 1 no solution is followed.
-    rate = 4 * torch.finfo(z.dtype).eps / h if h else math.inf
-    products = torch.stack((x0, x1, z)).div_(torch.linalg.vector_norm(x1)).mul_(torch.stack((x1, x2, z)))
-    per_row = products.flatten(2 if z.ndim > 1 else 1).sum(-1) if z.ndim else products
-    first, second, noise = per_row.unbind()
-    return (torch.maximum(first, second) < noise.mul_(-rate * rate)).any()
+def _alternation(x0: Tensor, x1: Tensor, x2: Tensor, z: Tensor, h: float) -> Tensor:
+    """The least max(<x0, x1>, <x1, x2>) of all rows, over what round-off explains."""
+    # The round-off of f is that of z times f', and with |f'| h > 1 no solution is followed.
+    noise = 4 * torch.finfo(z.dtype).eps / h if h else math.inf
+    x0, x1, x2, z = (x.flatten(1) if x.ndim > 1 else x.reshape(1, -1) for x in (x0, x1, x2, z))
+    x1 = x1 * MAGNIFIED
+    dot = torch.linalg.vecdot
+    return torch.maximum(dot(x0, x1), dot(x1, x2)).add_(dot(z, z), alpha=noise**2 * MAGNIFIED).amin()

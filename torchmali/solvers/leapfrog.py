@@ -21,7 +21,7 @@ import torch
 from torchmali.field import Field
 from torchmali.solution import require, short_repr
 from torchmali.solvers.base import Attempt, Cotangent, Passed, ReversibleSolver, Slope, accumulate
-from torchmali.state import State, Tensors, Time, add_, combine, dot, scale_
+from torchmali.state import State, Tensors, Time, add_, added, combine, dot, scale_
 
 
 class Scheme(NamedTuple):
@@ -132,7 +132,7 @@ class ALF(ReversibleSolver):
         for j, (node, c) in enumerate(rest):
             u = f(t0 + node * h, state.point)
             if watched and j in ends:
-                evidence.append(torch._foreach_sub(u, state.slope))
+                evidence.append(added(u, state.slope, -1.0))
             state = state.reflect(u, eta).drift(c * h)
         error = end = None
         if adaptive and self.order == 2:

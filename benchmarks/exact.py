@@ -7,7 +7,6 @@ The limits are for the time on W2, and for what is kept between the passes: as m
 
 from __future__ import annotations
 
-import argparse
 from typing import Any
 
 from rich.console import Console
@@ -16,7 +15,7 @@ from torch import Tensor
 
 import torchmali as tm
 from benchmarks.gradients import one_gradient, ours, say
-from benchmarks.harness import command_line, header, paired_ratio, quiet_down, time_side_by_side, write_record
+from benchmarks.harness import finish, options_of, paired_ratio, time_side_by_side
 from benchmarks.workloads import MLP, W1, W2, Workload
 from torchmali.measure import peak_bytes
 
@@ -68,20 +67,9 @@ def report(results: dict[str, dict[str, Any]]) -> bool:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=100, help="timed rounds (default 100)")
-    parser.add_argument("--steps", type=int, default=20, help="solver steps N (default 20)")
-    parser.add_argument("--no-record", action="store_true", help="print only")
-    options = parser.parse_args()
-    quiet_down()
+    options = options_of(__doc__, rounds=100, steps=20)
     results = {w.name: measure(w, options.steps, options.rounds) for w in (W1, W2)}
-    kept = report(results)
-    if not options.no_record:
-        head = header(command_line("benchmarks.exact"), ("torch", "torchmali"))
-        path = write_record("exact", {"header": head, "rounds": options.rounds, "results": results})
-        Console().print(f"Record: {path.relative_to(path.parents[2])}")
-    if not kept:
-        raise SystemExit("A limit was missed.")
+    finish("exact", options, results, ("torch", "torchmali"), report(results))
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ the quartiles' distance are not resolved.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from rich.console import Console
 from rich.progress import Progress
 
 RECORDS = Path(__file__).parent / "records"
@@ -89,3 +91,24 @@ def write_record(name: str, record: Mapping[str, Any]) -> Path:
 
 def command_line(module: str) -> str:
     return " ".join(["python -m", module, *sys.argv[1:]])
+
+
+def options_of(doc: str | None, rounds: int, steps: int) -> argparse.Namespace:
+    """The command line of a benchmark that times solves side by side; quiets the machine down."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=rounds, help=f"timed rounds (default {rounds})")
+    parser.add_argument("--steps", type=int, default=steps, help=f"solver steps N (default {steps})")
+    parser.add_argument("--no-record", action="store_true", help="print only")
+    options = parser.parse_args()
+    quiet_down()
+    return options
+
+
+def finish(name: str, options: argparse.Namespace, results: Any, packages: tuple[str, ...], kept: bool) -> None:
+    """Write the record, and fail if a limit was missed."""
+    if not options.no_record:
+        head = header(command_line(f"benchmarks.{name}"), packages)
+        path = write_record(name, {"header": head, "rounds": options.rounds, "results": results})
+        Console().print(f"Record: {path.relative_to(path.parents[2])}")
+    if not kept:
+        raise SystemExit("A limit was missed.")

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchmali.solution import Incompatible, InvalidOption, NonFinite, StepLimit, StepUnderflow, require
+from torchmali.solution import Incompatible, InvalidOption, NonFinite, StepLimit, StepUnderflow, require, short_repr
 from torchmali.solvers.base import Attempt, Slope, Solver
 from torchmali.state import Leaves, State, Structure, Tensors, Time, combine, first_non_finite, number
 
@@ -130,7 +130,7 @@ class _FixedPace(Pace):
         return target if self.i == self.n else self.start + self.i * self.h
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class AdaptiveStep(StepController):
     """Steps as long as norm(error / (atol + rtol max(|z|, |z'|))) <= 1 allows; all are checked.
 
@@ -155,6 +155,8 @@ class AdaptiveStep(StepController):
     max_steps: int = 10_000
     land: bool = False
     adaptive = True
+
+    __repr__ = short_repr
 
     def __post_init__(self):
         me = "AdaptiveStep"

@@ -14,12 +14,12 @@ from torchmali.controllers import AdaptiveStep, Norm, StepController, rms_norm
 from torchmali.field import Field, without_hooks
 from torchmali.gradients.base import GradientMethod, Problem, forward, refuse_double_backward
 from torchmali.integrate import integrate
-from torchmali.solution import Stats
+from torchmali.solution import Stats, short_repr
 from torchmali.solvers.base import Solver, accumulate
 from torchmali.state import Tensors, Time, dot
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Adjoint(GradientMethod):
     """A second solve, of (z, a, dL/dtheta) backwards in time: constant memory, not exact.
 
@@ -31,6 +31,8 @@ class Adjoint(GradientMethod):
     solver: Solver | None = None
     controller: StepController | None = None
     seminorm: bool = False
+
+    __repr__ = short_repr
 
     def check(self, solver: Solver, controller: StepController) -> None:
         super().check(solver, controller)

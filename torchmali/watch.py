@@ -50,8 +50,9 @@ class Watch:
         leaves = [i for i in self.leaves if z[i].numel()]
         if len(values) < N_VALUES or not leaves:
             return z[0].new_ones(())
-        found = [_alternation(*(x[i] for x in values), z[i], abs(h)) for i in leaves]
-        return found[0] if len(found) == 1 else torch.stack([x.to(found[0]) for x in found]).amin()
+        x0, x1, x2 = values
+        found = [_alternation(x0[i], x1[i], x2[i], z[i], abs(h)) for i in leaves]
+        return found[0] if len(found) == 1 else torch.stack([x.sign().to(z[0]) for x in found]).amin()
 
     def after_step(self, evidence: Evidence) -> bool:
         """Take note of an accepted step; true if it is time for a renewal without looking."""

@@ -9,6 +9,7 @@ from torch import nn
 
 import torchmali as tm
 from torchmali.measure import peak_bytes
+from torchmali.state import Structure
 
 ETAS = {
     0.95: 70,
@@ -140,6 +141,60 @@ def test_a_second_backward_after_a_second_solve_gives_the_same():
     assert all(map(torch.equal, first, second))
 
 
+@pytest.mark.parametrize(("dtype", "growth", "others"), [(torch.float32, 12.0, 100.0), (torch.float64, 20.0, 1e4)])
+def test_a_small_sample_that_drifts_is_not_hidden_by_its_batch(dtype, growth, others):
+    """One of 256 grows by e^growth, from 1e-5; the others only turn. By the norm of the batch all would be well."""
+    w = torch.tensor([[0.3, 0.5], [-0.2, 0.1]], dtype=dtype, requires_grad=True)
+    turn = torch.tensor([[0.0, 1.0], [-1.0, 0.0]], dtype=dtype)
+    y0 = others * torch.randn(256, 2, dtype=dtype, generator=torch.Generator().manual_seed(0))
+    y0[17] = 1e-5 * torch.tensor([1.0, 0.7], dtype=dtype)
+    grows = (torch.arange(256) == 17)[:, None]
+
+    def f(t, y):
+        r = y.norm(dim=-1, keepdim=True)
+        return torch.where(grows, growth * y + torch.tanh(y / r @ w) * r, y @ turn)
+
+    def gradient(method):
+        solution = tm.solve(f, y0, (0.0, 1.0), controller=tm.FixedStep(1 / 200), gradient=method, params=[w])
+        return torch.autograd.grad(solution.y[-1][17, 0], w)[0], solution.stats
+
+    exact, _ = gradient(tm.Naive())
+    with pytest.warns(tm.SolverWarning, match="1 segments were solved again"):
+        rebuilt, stats = gradient(tm.MALI())
+    assert stats.n_reruns == 1
+    assert difference(rebuilt, exact) < 20 * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("order", [2, 4, 6])
+@pytest.mark.parametrize("rate", [100.0, 200.0])
+def test_what_drifts_again_is_solved_again(order, rate):
+    """All the growth is in the last tenth: the last segment of the second solve drifts, too."""
+    y0 = torch.linspace(0.5, 1.5, 4, dtype=torch.float64, requires_grad=True)
+
+    def f(t, y):
+        return torch.where(t > 0.9, rate, 0.0) * y + 0.1 * torch.sin(y)
+
+    def gradient(method):
+        controller = tm.FixedStep(0.01)
+        solution = tm.solve(f, y0, (0.0, 1.0), solver=tm.ALF(order=order), controller=controller, gradient=method)
+        return torch.autograd.grad(solution.y[-1].norm(), y0)[0], solution.stats
+
+    exact, _ = gradient(tm.ACA())
+    with pytest.warns(tm.SolverWarning, match="segments were solved again"):
+        rebuilt, stats = gradient(tm.MALI())
+    assert stats.n_reruns > 1
+    assert difference(rebuilt, exact) < 1e-8
+
+
+def test_a_row_at_rest_is_no_drift():
+    """Its v is round-off, so that any error of it is large against v; but not against z."""
+    y0 = torch.tensor([[1.0], [0.5]], requires_grad=True)  # sin(pi y): y = 1 repels no one, 0.5 moves
+    solution = tm.solve(lambda t, y: torch.sin(torch.pi * y), y0, (0.0, 2.0), controller=tm.FixedStep(0.02))
+    solution.y[-1].sum().backward()
+    assert solution.stats.n_reruns == 0
+    assert solution.stats.reconstruction_error == pytest.approx(0, abs=1e-4)
+
+
 @pytest.mark.parametrize("every", [1, 2, 7, 100])
 @pytest.mark.parametrize("eta", [1.0, 0.9])
 def test_checkpoints_at_any_interval_leave_the_gradient_alone(every, eta):
@@ -162,6 +217,25 @@ def test_a_memory_budget_is_filled_and_not_passed():
     assert counts == [1, 7, 100]  # every 128th, every 16th, every one
 
 
+def test_a_budget_counts_the_integers_of_a_wide_grid():
+    y0 = torch.randn(100, 10)  # (z, v): 8,000 bytes in float32, 16,000 in int64
+    solution = tm.solve(
+        lambda t, y: -0.1 * y,
+        y0.requires_grad_(),
+        (0.0, 1.0),
+        controller=tm.FixedStep(0.01),
+        gradient=tm.MALI(exact="int64", memory="64kB"),
+    )
+    assert 2 <= solution.stats.n_checkpoints <= 4
+    solution.y[-1].sum().backward()
+
+
+def test_an_empty_batch_fits_any_budget():
+    y0 = torch.zeros(0, 3, requires_grad=True)
+    y = tm.solve(lambda t, y: -y, y0, (0.0, 1.0), controller=tm.FixedStep(0.1), gradient=tm.MALI(memory="1kB")).y
+    assert torch.autograd.grad(y.sum(), y0)[0].shape == (0, 3)
+
+
 def test_a_budget_too_small_for_damping_says_how_much_it_takes():
     net, y0 = problem()
     size = 2 * y0.nbytes
@@ -174,7 +248,7 @@ def test_a_budget_too_small_for_damping_says_how_much_it_takes():
 def test_budgets_may_be_written_as_people_do():
     for memory in (1000, "1000", "1000B", "1 kB", "1.5MiB", "2GB", "1e6"):
         tm.MALI(memory=memory)
-    for memory in ("lots", "5 apples", "-1MB", ""):
+    for memory in ("lots", "5 apples", "-1MB", "", "1.2.3MB", "."):
         with pytest.raises(tm.InvalidOption, match="256MiB"):
             tm.MALI(memory=memory)
     with pytest.raises(tm.InvalidOption, match="one of the two"):
@@ -196,6 +270,10 @@ def test_budgets_may_be_written_as_people_do():
         lambda: tm.Reversible(tm.RK4(), coupling=0.0),
         lambda: tm.Reversible(tm.ALF()),  # type: ignore[arg-type]
         lambda: tm.AdaptiveStep(beta=-0.1),
+        lambda: tm.AdaptiveStep(None),
+        lambda: tm.FixedStep("0.1"),  # type: ignore[arg-type]
+        lambda: tm.ALF(order=[4]),  # type: ignore[arg-type]
+        lambda: tm.AdaptiveStep((1e-3, 0.0), (0.0, 0.0)).bind(Structure.of((1, 2))),
     ],
 )
 def test_options_out_of_their_range_are_refused(make):

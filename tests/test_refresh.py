@@ -183,6 +183,16 @@ def test_one_contracting_row_of_a_batch_is_solved_as_if_it_were_alone(order, n_s
     assert error < {2: 2e-3, 4: 3e-6, 6: 3e-6}[order]
 
 
+@pytest.mark.parametrize("scale", [1e18, 1.0, 1e-18])
+def test_states_of_any_size_are_refreshed(scale):
+    """Squares of the largest are infinite in float32, squares of the smallest zero."""
+    rates = torch.tensor([-20.0, 1.0])
+    y0 = torch.full((3, 2), scale)
+    solution = tm.solve(lambda t, y: rates * y, y0, (0.0, 2.0), controller=tm.FixedStep(0.005))
+    assert (solution.y[-1] / scale - torch.exp(2 * rates)).abs().max() < 1e-4
+    assert 3 <= solution.stats.n_refreshes <= 20
+
+
 @pytest.mark.parametrize("shape", [(64, 1), (64, 3), (8, 2, 3, 3), (64,), ()])
 def test_oscillation_is_no_reason_to_refresh(shape):
     """z'' of a row passes through zero now and then, and f - v changes its sign there, once."""

@@ -1,6 +1,7 @@
 """Ways in which a field can be written or used that once gave a wrong number, a crash or needless work."""
 
 import math
+import weakref
 from typing import Any
 
 import pytest
@@ -9,6 +10,8 @@ from problems import VAN_DER_POL
 from torch import nn
 
 import torchmali as tm
+
+FIXED = tm.FixedStep(0.1)
 
 T = (0.0, 0.5, 1.0)
 EXACT = [(tm.ALF(), tm.MALI()), (tm.ALF(), tm.ACA()), (tm.RK4(), tm.ACA()), (tm.Dopri5(), tm.ACA())]
@@ -357,3 +360,23 @@ def test_the_seminorm_leaves_parameters_out_when_a_leaf_is_uncontrolled():
         return solution.stats.n_evals_backward
 
     assert evaluations(1.0) == evaluations(1e6)
+
+
+@pytest.mark.parametrize("method", [tm.ACA(), tm.MALI(), tm.MALI(checkpoint_every=None), tm.Adjoint()], ids=repr)
+def test_an_arg_without_a_gradient_is_watched_and_set_free_like_any_saved_tensor(method):
+    def solved(x):
+        y0 = torch.ones(3, dtype=torch.float64, requires_grad=True)
+        return tm.solve(
+            lambda t, y, x: -x * y, y0, (0.0, 1.0), controller=tm.FixedStep(0.1), gradient=method, args=(x,)
+        )
+
+    x = torch.ones(3, dtype=torch.float64)
+    y = solved(x).y
+    x.mul_(1.0005)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+    y = solved(x).y
+    y.sum().backward()
+    alive = weakref.ref(x)
+    del x
+    assert alive() is None

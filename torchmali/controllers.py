@@ -99,7 +99,8 @@ class FixedStep(StepController):
     adaptive = False
 
     def __post_init__(self):
-        require(self.h > 0, f"FixedStep(h={self.h}): the step must be positive (t gives the sign).")
+        positive = isinstance(self.h, (int, float)) and self.h > 0
+        require(positive, f"FixedStep(h={self.h!r}): the step must be a positive number (t gives the sign).")
 
     def lands(self, solver: Solver) -> bool:
         return True
@@ -161,8 +162,8 @@ class AdaptiveStep(StepController):
     def __post_init__(self):
         me = "AdaptiveStep"
         for name, tol in (("rtol", self.rtol), ("atol", self.atol)):
-            positive = all(x >= 0 for x in Structure.of(tol).flatten(tol))
-            require(positive, f"{me}({name}={tol}): tolerances must not be negative.")
+            fits = all(isinstance(x, (int, float)) and x >= 0 for x in Structure.of(tol).flatten(tol))
+            require(fits, f"{me}({name}={tol!r}): tolerances must be numbers, and not negative.")
         require(self.rtol != 0 or self.atol != 0, f"{me}(rtol=0, atol=0): no step is ever accurate enough; give one.")
         require(self.h0 is None or self.h0 > 0, f"{me}(h0={self.h0}): the step must be positive (t gives the sign).")
         require(0 < self.safety < 1, f"{me}(safety={self.safety}): must lie in (0, 1).")
@@ -176,7 +177,10 @@ class AdaptiveStep(StepController):
         return self.land or not solver.interpolates
 
     def bind(self, structure: Structure) -> AdaptiveStep:
-        return replace(self, **{name: self._per_leaf(name, structure) for name in ("rtol", "atol")})
+        rtol, atol = (self._per_leaf(name, structure) for name in ("rtol", "atol"))
+        what = f"AdaptiveStep(rtol={self.rtol}, atol={self.atol}): a leaf with both at 0 is never accurate enough."
+        require(all(map(any, zip(rtol, atol, strict=True))), what)
+        return replace(self, rtol=rtol, atol=atol)
 
     def _per_leaf(self, name: str, structure: Structure) -> tuple[float, ...]:
         value = getattr(self, name)

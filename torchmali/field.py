@@ -31,7 +31,9 @@ class Field:
         self.func, self.structure = func, structure
         self.args_structure = Structure.of(args)
         self.arg_leaves = self.args_structure.flatten(args)
-        self.slots = [i for i, x in enumerate(self.arg_leaves) if isinstance(x, Tensor) and x.requires_grad]
+        tensors = [i for i, x in enumerate(self.arg_leaves) if isinstance(x, Tensor)]
+        self.slots = [i for i in tensors if self.arg_leaves[i].requires_grad]
+        self.fixed_slots = [i for i in tensors if i not in self.slots]
         rest = tuple(x for x in self.arg_leaves if not isinstance(x, Tensor))
         found = find_parameters((func, rest)) if params is None else list(params)
         listed = not isinstance(params, Tensor) and all(isinstance(p, Tensor) for p in found)
@@ -53,21 +55,26 @@ class Field:
         self.looks_for_leaves = False  # warn, once, of leaves that would get no gradient
         self.n_evals = self.n_vjps = 0
 
-    def without_theta(self) -> Field:
-        """A copy that holds no tensor of theta, to be kept until the backward pass."""
+    @property
+    def fixed(self) -> list[Tensor]:
+        """The tensors among args that get no gradient."""
+        return [self.arg_leaves[i] for i in self.fixed_slots]
+
+    def without_tensors(self) -> Field:
+        """A copy without theta and `fixed`, to be kept until the backward pass."""
         field = copy.copy(self)
-        leaves = list(self.arg_leaves)
-        for i in self.slots:
-            leaves[i] = None
+        leaves = [None if isinstance(x, Tensor) else x for x in self.arg_leaves]
         field.arg_leaves, field.args, field.theta = tuple(leaves), (), []
         return field
 
-    def with_theta(self, theta: Sequence[Tensor], wants_t: bool) -> Field:
-        """A copy for one backward pass: theta as saved (args detached), counters at zero."""
+    def with_tensors(self, theta: Sequence[Tensor], fixed: Sequence[Tensor], wants_t: bool) -> Field:
+        """A copy for one backward pass: theta and `fixed` as saved (args detached), counters at zero."""
         field = copy.copy(self)
         leaves = list(self.arg_leaves)
         for i, x in zip(self.slots, theta, strict=False):
             leaves[i] = x.detach().requires_grad_()
+        for i, x in zip(self.fixed_slots, fixed, strict=True):
+            leaves[i] = x
         field.arg_leaves, field.args = tuple(leaves), self.args_structure.rebuild(leaves)
         field.theta = [leaves[i] for i in self.slots] + list(theta[len(self.slots) :])
         field.wants_t, field.looks_for_leaves = wants_t, False

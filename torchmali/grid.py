@@ -164,7 +164,7 @@ class Grid(State):
         kz, kv, reals = kept.form
         return self.restore(kept) if kz else type(self)(self.z, kept.tensors, self.kz, kv, reals)
 
-    def distance(self, truth: Grid, end: Grid) -> float:
+    def distance(self, truth: Grid, end: Grid, span: float) -> float:
         """0 where all bits agree, of z and of v, else infinite."""
         mine, other = self.put_away(), truth.put_away()
         agree = mine.form == other.form and all(map(torch.equal, mine.tensors, other.tensors))

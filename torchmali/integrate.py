@@ -78,7 +78,7 @@ def integrate(
                     state = _rescaled(state, fit.bits, tape)
                     dropped.append(fit.bits)
                     attempt = solver.step(f, t, t1, state, carry, adaptive, looks)
-                renews = decides and values[-1] < 0
+                renews = decides and not values[-1] >= 0
                 if not fit.finite:
                     values[0] = math.nan  # rejected, where a controller can reject it
                     what = "Values that are not finite, or outgrow the integer grid within one step,"

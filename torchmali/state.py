@@ -173,8 +173,11 @@ class State(ABC):
         return self.restore(kept)
 
     @abstractmethod
-    def distance(self: S, truth: S, end: S) -> float:
-        """How far (z, v) is from the truth: relative, of the worst leaf (`end` is the scale of a leaf that is zero)."""
+    def distance(self: S, truth: S, end: S, span: float) -> float:
+        """How far (z, v) is from the truth: relative, of the worst row, where v counts as the change span v of z.
+
+        `end` is the scale of a row that is zero.
+        """
 
 
 class Floats(State):
@@ -214,13 +217,22 @@ class Floats(State):
     def restore(cls, kept: Memento) -> Floats:
         return cls(kept.tensors[: kept.form], kept.tensors[kept.form :])
 
-    def distance(self, truth: Floats, end: Floats) -> float:
-        mine, truths, ends = ((*state.point, *state.slope) for state in (self, truth, end))
-        norms = torch._foreach_norm((*torch._foreach_sub(mine, truths), *truths, *ends))
-        values, n = torch.stack(norms).tolist(), len(mine)  # the one host read
-        sizes = zip(values[:n], values[n : 2 * n], values[2 * n :], strict=True)
-        ratios = [d / (z or other or 1.0) for d, z, other in sizes]
-        return math.inf if any(map(math.isnan, ratios)) else max(ratios)
+    def distance(self, truth: Floats, end: Floats, span: float) -> float:
+        worst = []
+        for i, z in enumerate(self.point):
+            if z.numel():
+                off, size, other = (
+                    torch.maximum(row_norms(z), row_norms(v).mul_(span))
+                    for z, v in (
+                        (z - truth.point[i], self.slope[i] - truth.slope[i]),
+                        (truth.point[i], truth.slope[i]),
+                        (end.point[i], end.slope[i]),
+                    )
+                )
+                size = torch.where(size > 0, size, torch.where(other > 0, other, 1.0))
+                worst.append((off / size).amax().to(self.point[0]))
+        drift = torch.stack(worst).amax().item() if worst else 0.0  # the one host read
+        return math.inf if math.isnan(drift) else drift
 
 
 class Traced(State):
@@ -251,7 +263,7 @@ class Traced(State):
     def restore(cls, kept: Memento) -> Traced:
         raise AssertionError("autograd goes back over these")
 
-    def distance(self, truth: Traced, end: Traced) -> float:
+    def distance(self, truth: Traced, end: Traced, span: float) -> float:
         raise AssertionError("autograd goes back over these")
 
 
@@ -276,6 +288,15 @@ def scale_(x: Leaves, factor: float) -> None:
         torch._foreach_neg_(x)
     else:
         torch._foreach_mul_(x, factor)
+
+
+def rows(x: Tensor) -> Tensor:
+    """A leaf as a matrix with one row for each sample: all dimensions but the first, or the whole if it has one."""
+    return x.flatten(1) if x.ndim > 1 else x.reshape(1, -1)
+
+
+def row_norms(x: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(rows(x), dim=1)
 
 
 def dot(x: Leaves, y: Leaves) -> Tensor:

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torchmali.state import Tensors
+from torchmali.state import Tensors, rows
 
 PERIOD = 8  # with fixed steps, w is looked at (and the host read) no more often than once in so many reflects
 N_VALUES = 3  # of f - v in a row
@@ -45,14 +45,15 @@ class Watch:
         return left < N_VALUES, left == 0
 
     def alternation(self, evidence: Evidence, z: Tensors, h: float) -> Tensor:
-        """Negative if f - v alternates in some row. A 0-d tensor."""
+        """Not positive or zero if f - v alternates in some row (nan: too large to tell). A 0-d tensor."""
         values = [*self.values, *evidence][-N_VALUES:]
         leaves = [i for i in self.leaves if z[i].numel()]
         if len(values) < N_VALUES or not leaves:
             return z[0].new_ones(())
         x0, x1, x2 = values
         found = [_alternation(x0[i], x1[i], x2[i], z[i], abs(h)) for i in leaves]
-        return found[0] if len(found) == 1 else torch.stack([x.sign().to(z[0]) for x in found]).amin()
+        widest = max((x.dtype for x in found), key=lambda dtype: dtype.itemsize)
+        return found[0] if len(found) == 1 else torch.stack([x.to(z[0].device, widest) for x in found]).amin()
 
     def after_step(self, evidence: Evidence) -> bool:
         """Take note of an accepted step; true if it is time for a renewal without looking."""
@@ -69,7 +70,6 @@ def _alternation(x0: Tensor, x1: Tensor, x2: Tensor, z: Tensor, h: float) -> Ten
     """The least max(<x0, x1>, <x1, x2>) of all rows, over what round-off explains."""
     # The round-off of f is that of z times f', and with |f'| h > 1 no solution is followed.
     noise = 4 * torch.finfo(z.dtype).eps / h if h else math.inf
-    x0, x1, x2, z = (x.flatten(1) if x.ndim > 1 else x.reshape(1, -1) for x in (x0, x1, x2, z))
-    x1 = x1 * MAGNIFIED
+    x0, x1, x2, z = rows(x0), rows(x1) * MAGNIFIED, rows(x2), rows(z)
     dot = torch.linalg.vecdot
     return torch.maximum(dot(x0, x1), dot(x1, x2)).add_(dot(z, z), alpha=noise**2 * MAGNIFIED).amin()

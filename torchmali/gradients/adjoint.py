@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 import torch
@@ -77,16 +78,17 @@ class _Adjoint(torch.autograd.Function):
         ctx.solver = method.solver or problem.solver
         ctx.controller = method.backward_controller(problem.controller, problem.field)
         ctx.times, ctx.stats = problem.times, problem.stats
-        ctx.field, ctx.n_theta = problem.field.without_theta(), len(problem.field.theta)
-        ctx.save_for_backward(inputs[0], *inputs[1 + len(y) :], *y)
+        theta, fixed = inputs[1 + len(y) :], problem.field.fixed
+        ctx.field, ctx.sizes = problem.field.without_tensors(), (1, len(theta), len(fixed), len(y))
+        ctx.save_for_backward(inputs[0], *theta, *fixed, *y)
         return y
 
     @staticmethod
     def backward(ctx: Any, *grad_y: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_double_backward("Adjoint")
-        t, *saved = ctx.saved_tensors
-        f: Field = ctx.field.with_theta(saved[: ctx.n_theta], wants_t=False)
-        y = saved[ctx.n_theta :]
+        saved = iter(ctx.saved_tensors)
+        (t,), theta, fixed, y = (tuple(islice(saved, size)) for size in ctx.sizes)
+        f: Field = ctx.field.with_tensors(theta, fixed, wants_t=False)
         n, times = len(y), ctx.times
         a = [torch.zeros_like(leaf[0]) for leaf in y]
         a_theta = tuple(torch.zeros_like(p) for p in f.theta)

@@ -37,6 +37,11 @@ class Problem:
         """All that may get a gradient, in the order of the autograd.Functions' inputs."""
         return (self.t, *self.z0, *self.field.theta)
 
+    @property
+    def coarsest(self) -> torch.dtype:
+        """The dtype of the leaf with the fewest digits."""
+        return max((z.dtype for z in self.z0), key=lambda dtype: torch.finfo(dtype).eps)
+
     def integrate(self, z0: Tensors, times: Sequence[Time], emit: Emit, **how: Any) -> tuple[State, Tape]:
         # Where bits count, f is called as in the backward pass: some modules have faster kernels for no_grad.
         is_exact = how.get("arithmetic", Floats).is_bounded

@@ -89,8 +89,8 @@ class MALI(ReplayGradient):
         if self.checkpoint_every is None and longest is not None:
             self._warn_of_damping(problem)
         if self.memory is not None:
-            size = 2 * sum(z.nbytes for z in problem.z0)
-            at_most = int(_bytes(self.memory) // size)
+            size = self._bytes_of_state(problem)
+            at_most = int(_bytes(self.memory) // max(size, 1))
             what = f"MALI(memory={self.memory!r}) holds no state: one (z, v) here takes {size:,} bytes."
             require(at_most > 0, what)
             return Tape(keep_every=1, at_most=at_most, rewinds=True)
@@ -98,11 +98,14 @@ class MALI(ReplayGradient):
         assert not isinstance(every, str)
         return Tape(keep_every=every, rewinds=True)
 
+    def _bytes_of_state(self, problem: Problem) -> int:
+        return 2 * sum(z.numel() * (8 if self.exact == "int64" else z.itemsize) for z in problem.z0)
+
     def _warn_of_damping(self, problem: Problem) -> None:
         solver, n_steps = problem.solver, problem.controller.count(problem.times)
         assert isinstance(solver, ReversibleSolver)
         factor = solver.amplification
-        eps = max(torch.finfo(z.dtype).eps for z in problem.z0)
+        eps = torch.finfo(problem.coarsest).eps
         expected = f"{_power(factor, n_steps):.1e} in {n_steps} steps, " if n_steps else ""
         warn(
             f"The inverse of {solver} amplifies round-off {factor:.3g} times per step: {expected}and {1 / eps:.1e}, "
@@ -113,14 +116,13 @@ class MALI(ReplayGradient):
     def judge_forward(self, problem: Problem, y: Tensors, end: State, tape: Tape) -> None:
         longest, every = _longest(problem), tape.keep_every
         if self.memory is not None and longest is not None and every is not None:
-            size = 2 * sum(z.nbytes for z in problem.z0)
-            needed = math.ceil(problem.stats.n_steps / longest) * size
+            needed = math.ceil(problem.stats.n_steps / longest) * self._bytes_of_state(problem)
             what = (
                 f"MALI(memory={self.memory!r}) leaves {every} steps between checkpoints, but {problem.solver} can be "
                 f"inverted over {longest} only, which takes {needed:,} bytes here. Give that much, or use eta=1."
             )
             require(every <= longest, what)
-        if self.exact is True:
+        if self.exact and self.exact != "int64":
             span = abs(problem.times[-1] - problem.times[0])
             for i, (leaf, v) in enumerate(zip(y, end.slope, strict=True)):
                 _require_one_scale(i, leaf.abs().amax(0), span * v.abs())
@@ -145,7 +147,7 @@ def _longest(problem: Problem) -> int | None:
     factor = problem.solver.amplification
     if factor == 1:
         return None
-    dtype = max((z.dtype for z in problem.z0), key=lambda dtype: torch.finfo(dtype).eps)
+    dtype = problem.coarsest
     reach = 0.1 * DRIFT_LIMITS[dtype] / (torch.finfo(dtype).eps / 2)
     return max(1, int(math.log(reach) / math.log(factor)))
 
@@ -156,7 +158,7 @@ def _power(factor: float, n: int) -> float:
 
 def _bytes(memory: str | int) -> float:
     """256, "256B", "256 kB", "1.5GiB" in bytes."""
-    found = re.fullmatch(r"\s*([\d.]+(?:e\d+)?)\s*([a-zA-Z]*)\s*", str(memory))
+    found = re.fullmatch(r"\s*(\d+\.?\d*(?:e\d+)?|\.\d+)\s*([a-zA-Z]*)\s*", str(memory))
     unit = UNITS.get((found[2] or "B").upper()) if found else None
     require(unit is not None, f'MALI(memory={memory!r}): give a number of bytes, or a size such as "256MiB" or "2GB".')
     assert found and unit

@@ -63,27 +63,27 @@ class _Replay(torch.autograd.Function):
         method.judge_forward(problem, y, end, tape)
         ctx.set_materialize_grads(False)
         ctx.method, ctx.events, ctx.stats = method, tape.events, problem.stats
-        ctx.field, ctx.solver = problem.field.without_theta(), problem.solver
+        ctx.field, ctx.solver = problem.field.without_tensors(), problem.solver
         mementos = [end.put_away(), *tape.kept]
         ctx.forms = [(len(memento.tensors), memento.form) for memento in mementos]
-        ctx.sizes = len(problem.times), len(problem.z0), len(problem.field.theta)
-        ctx.save_for_backward(*inputs, *(x for memento in mementos for x in memento.tensors))
+        fixed = problem.field.fixed
+        ctx.n_times, ctx.sizes = len(problem.times), (1, len(problem.z0), len(problem.field.theta), len(fixed))
+        ctx.save_for_backward(*inputs, *fixed, *(x for memento in mementos for x in memento.tensors))
         return y
 
     @staticmethod
     def backward(ctx: Any, *grad_y: Tensor | None) -> tuple[Tensor | None, ...]:
         method: ReplayGradient = ctx.method
         refuse_double_backward(type(method).__name__)
-        n_times, n, n_theta = ctx.sizes
         saved = iter(ctx.saved_tensors)
-        t, z0, theta = (tuple(islice(saved, size)) for size in (1, n, n_theta))
+        t, z0, theta, fixed = (tuple(islice(saved, size)) for size in ctx.sizes)
         # Detached: an f that calls y.requires_grad_() leaves its mark.
         end, *kept = (Memento(tuple(x.detach() for x in islice(saved, size)), form) for size, form in ctx.forms)
-        f = ctx.field.with_theta(theta, wants_t=ctx.needs_input_grad[2])
+        f = ctx.field.with_tensors(theta, fixed, wants_t=ctx.needs_input_grad[2])
         state = method.arithmetic.restore(end)
         way = Way(f, ctx.solver, tuple(z.detach() for z in z0), grad_y, method.inverts, method.reruns)
         with torch.enable_grad(), without_hooks(theta):  # for f; nothing else here requires a gradient
-            _, a = way.back(ctx.events, kept, state, Cotangent.zero(state, n_theta, n_times))
+            _, a = way.back(ctx.events, kept, state, Cotangent.zero(state, len(theta), ctx.n_times))
         ctx.stats.n_evals_backward, ctx.stats.n_vjps, ctx.stats.n_reruns = f.n_evals, f.n_vjps, way.n_reruns
         if method.inverts:
             ctx.stats.reconstruction_error = way.drift
@@ -147,12 +147,12 @@ class Way:
         return renewed
 
     def _trusts(self, rebuilt: State, truth: State, after: State, segment: Sequence[Event]) -> bool:
-        drift = rebuilt.distance(truth, after)
+        steps = [event for event in segment if isinstance(event, Step)]
+        drift = rebuilt.distance(truth, after, self.solver.scale_of_v(steps[-1].t1 - steps[0].t0 if steps else 0.0))
         if rebuilt.is_bounded:  # nothing but another f can lead astray there
             self._require_same(drift)
         self.drift = max(self.drift, drift)
-        n_steps = sum(isinstance(event, Step) for event in segment)
-        return drift <= self.limit or not self.reruns or n_steps < 2
+        return drift <= self.limit or not self.reruns or len(steps) < 2
 
     def _again(self, segment: Sequence[Event], state: State, after: State, a: Cotangent) -> Cotangent:
         """Solve a segment again from its start, keep about the root of its states, and walk back once more."""
@@ -165,8 +165,8 @@ class Way:
                     state = self.solver.step(self.f, event.t0, event.t1, state, None, adaptive=False).state
                 else:
                     tape.events.append(event)
-        self._require_same(state.distance(after, after))
-        return self.back(tape.events, tape.kept, state, a)[1]
+        self._require_same(state.distance(after, after, 1.0))
+        return self.back(tape.events, tape.kept, state.fork(), a)[1]
 
     def _require_same(self, drift: float) -> None:
         if drift <= self.limit:

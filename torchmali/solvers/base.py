@@ -117,6 +117,10 @@ class Solver(ABC):
         """Take `a` from behind a refresh to before it; the renewed state and dL/dt."""
         raise AssertionError("a solver without v has nothing to refresh")
 
+    def scale_of_v(self, span: float) -> float:
+        """What turns v into a change of z over a time."""
+        return abs(span)
+
     @abstractmethod
     def slope(self, state: State, carry: Tensors | None) -> Tensors:
         """f at the start of a solve, from what `start` returned."""

@@ -54,12 +54,12 @@ class Reversible(ReversibleSolver):
     def start(self, f: Slope, t0: Time, z0: Tensors, arithmetic: type[State]) -> tuple[State, Tensors | None]:
         return arithmetic.of(z0).with_slope(z0), f(t0, z0)
 
+    def scale_of_v(self, span: float) -> float:
+        return 1.0  # v is the other copy of z
+
     def slope(self, state: State, carry: Tensors | None) -> Tensors:
         assert carry is not None
         return carry
-
-    def renew(self, f: Slope, t: Time, state: State, carry: Tensors | None) -> State:
-        return state.with_slope(state.point)
 
     def pull_renewal(self, f: Field, t: Time, state: State, a: Cotangent) -> tuple[State, Time | None]:
         torch._foreach_add_(a.z, a.v)

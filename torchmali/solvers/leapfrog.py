@@ -86,7 +86,7 @@ class ALF(ReversibleSolver):
 
     def __post_init__(self):
         order, eta, refresh = self.order, self.eta, self.refresh
-        require(order in SCHEMES, f"ALF(order={order}): there are orders {', '.join(map(str, SCHEMES))}.")
+        require(order in list(SCHEMES), f"ALF(order={order}): there are orders {', '.join(map(str, SCHEMES))}.")
         require(0 < eta <= 1, f"ALF(eta={eta}): damping must lie in (0, 1], where 1 is undamped ALF.")
         require(eta != 0.5, "ALF(eta=0.5) has no inverse (it divides by 1 - 2 eta). Use eta=0.45, 0.55 or 1.")
         what = f"ALF(order={order}, eta={eta}): damping makes any order the first. Use order=2, or eta=1 (the default)."

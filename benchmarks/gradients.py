@@ -24,7 +24,7 @@ from torchmali.measure import peak_bytes
 
 LIMITS = {  # (numerator, denominator): workload -> largest ratio that we accept
     ("MALI as published", "lb_eager"): {"W1": 1.25, "W2": 1.25},
-    ("MALI", "lb_eager"): {"W1": 1.25, "W2": 1.25},  # it also looks whether v needs a refresh
+    ("MALI", "lb_eager"): {"W1": 1.30, "W2": 1.25},  # it also looks whether v needs a refresh
     ("MALI", "TDEPack MALI"): {"W1": 0.60, "W2": 0.80},
 }
 MEMORY_LIMIT = 0.70  # MALI's peak bytes against TorchDiffEqPack's

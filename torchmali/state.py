@@ -221,14 +221,9 @@ class Floats(State):
         worst = []
         for i, z in enumerate(self.point):
             if z.numel():
-                off, size, other = (
-                    torch.maximum(row_norms(z), row_norms(v).mul_(span))
-                    for z, v in (
-                        (z - truth.point[i], self.slope[i] - truth.slope[i]),
-                        (truth.point[i], truth.slope[i]),
-                        (end.point[i], end.slope[i]),
-                    )
-                )
+                zs = z - truth.point[i], truth.point[i], end.point[i]
+                vs = self.slope[i] - truth.slope[i], truth.slope[i], end.slope[i]
+                off, size, other = torch.maximum(_row_norms(zs), _row_norms(vs).mul_(span))
                 size = torch.where(size > 0, size, torch.where(other > 0, other, 1.0))
                 worst.append((off / size).amax().to(self.point[0]))
         drift = torch.stack(worst).amax().item() if worst else 0.0  # the one host read
@@ -295,8 +290,8 @@ def rows(x: Tensor) -> Tensor:
     return x.flatten(1) if x.ndim > 1 else x.reshape(1, -1)
 
 
-def row_norms(x: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(rows(x), dim=1)
+def _row_norms(x: Sequence[Tensor]) -> Tensor:
+    return torch.linalg.vector_norm(torch.stack([rows(leaf) for leaf in x]), dim=2)
 
 
 def dot(x: Leaves, y: Leaves) -> Tensor:

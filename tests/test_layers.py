@@ -14,6 +14,7 @@ ROOMS = [  # a room may import those named before it
     "grid",
     "measure",
     "tape",
+    "surroundings",
     "field",
     "solvers.base",
     "solvers.leapfrog",
@@ -41,7 +42,7 @@ FORBIDDEN = {  # finer than the order above: importing room -> what it must not 
     "solvers.runge_kutta": ("solvers.leapfrog",),
 }
 SOURCES = [path for path in sorted(CORE.rglob("*.py")) if path.read_text().strip()]
-MAX_LINES = 2300  # of what a solve runs through
+MAX_LINES = 2500  # of what a solve runs through
 TOOLS = ("audit", "__main__")  # beside it
 
 

@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import html
 import math
 import re
 import textwrap
 import time
-import types
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 import torchmali.solution as solution
 from torchmali.controllers import AdaptiveStep, StepController
-from torchmali.field import Field
+from torchmali.field import Field, find_parameters_and_modules
 from torchmali.gradients.aca import ACA
 from torchmali.gradients.adjoint import Adjoint
 from torchmali.gradients.base import GradientMethod
@@ -285,7 +283,7 @@ class Problem(NamedTuple):
         u, again = (field(float(t[0]), structure.flatten(self.y0)) for _ in range(2))
         same = all(torch.allclose(a, b, rtol=1e-3, equal_nan=True) for a, b in zip(u, again, strict=True))
         what = "f gives two answers to the same t and y (dropout or noise in f?): try it in eval mode."
-        require(same, what, solution.NonRepeatableField)
+        require(same and not field.surroundings.draws, what, solution.NonRepeatableField)
         y0 = tree_map(lambda z: z.detach().clone().requires_grad_(), self.y0)
         return self._replace(y0=y0, t=t, args=tree_map(_leaf, self.args), params=field.theta[len(field.slots) :])
 
@@ -401,7 +399,7 @@ def _measure(name: str, method: Method, controller: StepController, problem: Pro
 @contextlib.contextmanager
 def _left_as_it_was(root: Any) -> Iterator[None]:
     """Attributes and buffers of the modules in root are afterwards what they were before."""
-    modules = _modules(root)
+    _, modules = find_parameters_and_modules(root)
     kept = [(m, dict(vars(m)), dict(m._buffers)) for m in modules if isinstance(m._buffers, dict)]  # else a script's
     values = [(b, b.detach().clone()) for m in modules for b in m.buffers(recurse=False)]
     try:
@@ -414,20 +412,6 @@ def _left_as_it_was(root: Any) -> Iterator[None]:
         for b, value in values:
             if not torch.equal(b, value):
                 b.detach().copy_(value)
-
-
-def _modules(x: Any, depth: int = 4) -> list[nn.Module]:
-    """The modules that functions, methods and containers can be seen to hold."""
-    if isinstance(x, nn.Module):
-        return list(x.modules())
-    if depth == 0 or isinstance(x, (type, types.ModuleType)):
-        return []
-    parts = [getattr(x, name, ()) for name in ("__self__", "func", "args", "keywords", "__dict__")]
-    if isinstance(x, types.FunctionType):
-        parts = [*gc.get_referents(*(x.__closure__ or ())), *map(x.__globals__.get, x.__code__.co_names)]
-    elif isinstance(x, (tuple, list, dict)):
-        parts = list(x.values() if isinstance(x, dict) else x)
-    return [m for part in parts for m in _modules(part, depth - 1)]
 
 
 def _short(message: str) -> str:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from torchmali.solution import InvalidField, require, warn
 from torchmali.state import Leaves, Structure, Tensors, Time
+from torchmali.surroundings import Surroundings
 
 # torch.autograd.grad without its checks of the arguments: they are a good part of the VJP of a small f.
 _run_backward = torch.autograd.Variable._execution_engine.run_backward
@@ -27,7 +28,15 @@ class Field:
     gradient, then the parameters.
     """
 
-    def __init__(self, func: Callable, z0: Tensors, structure: Structure, args: tuple, params: Iterable[Tensor] | None):
+    def __init__(
+        self,
+        func: Callable,
+        z0: Tensors,
+        structure: Structure,
+        args: tuple,
+        params: Iterable[Tensor] | None,
+        buffers: str = "update",
+    ):
         self.func, self.structure = func, structure
         self.args_structure = Structure.of(args)
         self.arg_leaves = self.args_structure.flatten(args)
@@ -35,7 +44,8 @@ class Field:
         self.slots = [i for i in tensors if self.arg_leaves[i].requires_grad]
         self.fixed_slots = [i for i in tensors if i not in self.slots]
         rest = tuple(x for x in self.arg_leaves if not isinstance(x, Tensor))
-        found = find_parameters((func, rest)) if params is None else list(params)
+        found, modules = find_parameters_and_modules((func, rest))
+        found = found if params is None else list(params)
         listed = not isinstance(params, Tensor) and all(isinstance(p, Tensor) for p in found)
         require(listed, "params must be a list of tensors, as in params=[w] or params=list(net.parameters()).")
         # By identity: one that is listed twice would get its gradient twice.
@@ -52,7 +62,9 @@ class Field:
         self.t_dtype = max((z.dtype for z in z0), key=lambda dtype: dtype.itemsize)
         self.zero = torch.zeros((), dtype=self.t_dtype, device=self.device)
         self.wants_t = False
+        self.surroundings = Surroundings(modules, self.device, buffers)
         self.looks_for_leaves = False  # warn, once, of leaves that would get no gradient
+        self.needs_care, self.needs_graph, self.n_careful = True, False, 0  # as the first evaluations show
         self.n_evals = self.n_vjps = 0
 
     @property
@@ -77,7 +89,7 @@ class Field:
             leaves[i] = x
         field.arg_leaves, field.args = tuple(leaves), self.args_structure.rebuild(leaves)
         field.theta = [leaves[i] for i in self.slots] + list(theta[len(self.slots) :])
-        field.wants_t, field.looks_for_leaves = wants_t, False
+        field.wants_t = wants_t
         field.n_evals = field.n_vjps = 0
         return field
 
@@ -87,8 +99,37 @@ class Field:
         return self.zero.new_full((), t)  # no host-device wait, and cheaper than torch.full
 
     def __call__(self, t: Time, z: Tensors) -> Tensors:
-        if self.looks_for_leaves:
-            return self._evaluate_and_look_for_leaves(t, z)
+        return self._evaluate_with_care(t, z) if self.needs_care else self._at(t, z)
+
+    def _evaluate_with_care(self, t: Time, z: Tensors) -> Tensors:
+        around, self.n_careful = self.surroundings, self.n_careful + 1
+        is_first = self.n_careful == 1
+        with around.first_evaluation() if is_first else around.evaluation():
+            u = self._tried(self._look_for_leaves if is_first and self.looks_for_leaves else self._at, t, z)
+        # The second one may be the first without gradients.
+        self.needs_care = self.n_careful < 2 or self.needs_graph or around.is_active
+        return u
+
+    def _tried(self, evaluate: Callable[[Time, Tensors], Tensors], t: Time, z: Tensors) -> Tensors:
+        """f may take derivatives by y itself, and expect a y that it can differentiate by."""
+        if not self.needs_graph:
+            try:
+                return evaluate(t, z)
+            except RuntimeError as error:
+                if "does not require grad" not in str(error) or any(x.requires_grad for x in z):
+                    raise
+            self.needs_graph = True
+            self.n_evals -= 1
+            self.surroundings.draw_again()
+        return self._at(t, z) if any(x.requires_grad for x in z) else self._recorded(self._at, t, z)
+
+    def _recorded(self, evaluate: Callable[[Time, Tensors], Tensors], t: Time, z: Tensors) -> Tensors:
+        """With a graph that is thrown away."""
+        with torch.inference_mode(False), torch.enable_grad():
+            u = evaluate(t, tuple([(x.clone() if x.is_inference() else x.detach()).requires_grad_() for x in z]))
+            return tuple([x.detach() for x in u])
+
+    def _at(self, t: Time, z: Tensors) -> Tensors:
         self.n_evals += 1
         if self.is_leaf:
             u = (self.func(self.time(t), z[0], *self.args),)
@@ -96,14 +137,12 @@ class Field:
             u = self._leaves(self.func(self.time(t), self.structure.rebuild(z), *self.args))
         for i, leaf in enumerate(u):
             if not isinstance(leaf, Tensor) or (leaf.shape, leaf.dtype) != self.signature[i]:
-                self._complain(i, leaf)
+                u = (*u[:i], self._fitted(i, leaf), *u[i + 1 :])
         return u
 
     def as_in_backward(self, t: Time, z: Tensors) -> Tensors:
         """f(t, z) with the very operations of `linearize`."""
-        with torch.enable_grad():
-            u = self(t, tuple([x.detach().requires_grad_() for x in z]))
-        return tuple([x.detach() for x in u])
+        return self._recorded(self, t, z)
 
     def _leaves(self, u: Any) -> Tensors:
         try:
@@ -113,22 +152,24 @@ class Field:
                 f"f must return a slope for each leaf of y, in y's structure; it returned {mismatch}."
             ) from None
 
-    def _complain(self, i: int, leaf: Any) -> None:
+    def _fitted(self, i: int, leaf: Any) -> Tensor:
+        """A leaf of f(t, y) that is not like y."""
         of = f" for leaf {i}" if len(self.signature) > 1 else ""
         if not isinstance(leaf, Tensor):
             raise InvalidField(f"f must return tensors; it returned a {type(leaf).__name__}{of}.")
         shape, dtype = self.signature[i]
+        if self.surroundings.is_cast and leaf.shape == shape and leaf.is_floating_point():
+            return leaf.to(dtype)
         raise InvalidField(
             f"f must return dy/dt with y's shape and dtype{of}: y has shape {tuple(shape)}, {dtype}; f returned "
             f"{tuple(leaf.shape)}, {leaf.dtype}. (A different shape would be broadcast, a different dtype would "
             "change the precision of the state: reshape or cast inside f.)"
         )
 
-    def _evaluate_and_look_for_leaves(self, t: Time, z: Tensors) -> Tensors:
-        self.looks_for_leaves = False
+    def _look_for_leaves(self, t: Time, z: Tensors) -> Tensors:
         t, z = self.time(t), tuple(x.detach().requires_grad_(x.requires_grad) for x in z)
         with torch.enable_grad():
-            u = self(t, z)
+            u = self._at(t, z)
         for leaf in forgotten_leaves(u, [*self.theta, t, *z]):  # f may have made t and y require gradients itself
             twice = (
                 f"f depends on a tensor of shape {tuple(leaf.shape)} directly and through another tensor that was made "
@@ -185,13 +226,14 @@ def without_hooks(tensors: Sequence[Tensor]) -> Iterator[None]:
             x._backward_hooks = hooks
 
 
-def find_parameters(root: Any) -> list[Tensor]:
-    """The tensors requiring a gradient that f can be seen to hold.
+def find_parameters_and_modules(root: Any) -> tuple[list[Tensor], list[nn.Module]]:
+    """The tensors requiring a gradient, and the modules, that f can be seen to hold.
 
     Looks into modules, bound methods, partials, closures, globals that the code names, containers, and the attributes
     of other callables and of objects whose methods are bound.
     """
     found: dict[int, Tensor] = {}
+    modules: dict[int, nn.Module] = {}
     seen: dict[int, Any] = {}  # keeps what it has seen alive: a freed list's id comes back
 
     def look(x: Any, deep: bool) -> None:
@@ -203,6 +245,7 @@ def find_parameters(root: Any) -> list[Tensor]:
             if x.requires_grad and (deep or x.is_leaf):
                 found[id(x)] = x
         elif isinstance(x, nn.Module):
+            modules.update((id(m), m) for m in x.modules())
             look((*x.parameters(),), True)
             if getattr(x, "_is_replica", False):  # DataParallel's copies hold their parameters as plain attributes
                 look(tuple(p for m in x.modules() for p in vars(m).values() if isinstance(p, Tensor)), True)
@@ -229,7 +272,7 @@ def find_parameters(root: Any) -> list[Tensor]:
             look(list(vars(x).values()), False)
 
     look(root, True)
-    return list(found.values())
+    return list(found.values()), list(modules.values())
 
 
 def forgotten_leaves(u: Tensors, known: Sequence[Tensor]) -> list[Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +17,18 @@ from torchmali.tape import Output, Refresh, Rescale, Step, Tape
 from torchmali.watch import Watch
 
 Emit = Callable[[int, Tensors], None]
+
+
+class Effects:
+    """What evaluations leave behind beside their value, to be undone. Here: nothing."""
+
+    def mark(self) -> Any:
+        return None
+
+    def back_to(self, mark: Any) -> None:
+        pass
+
+
 LOOK_THERE = "Look at f there, use smaller steps, or an adaptive controller."
 
 
@@ -32,6 +45,7 @@ def integrate(
     tape: Tape | None = None,
     through_search: bool = False,
     locate: bool = False,
+    effects: Effects = Effects(),  # noqa: B008
 ) -> tuple[State, Tape]:
     """Solve from times[0] to times[-1]; returns the end state and the tape (the given one, filled).
 
@@ -41,13 +55,15 @@ def integrate(
     is collected and read once per step. The end state is tested for finiteness; if it fails, the solve is repeated with
     `locate` to say where it went wrong, so that the loop itself need not look.
     """
-    tape, t = tape or Tape(), times[0]
+    tape, t, before = tape or Tape(), times[0], effects.mark()
     state, carry = solver.start(f, t, z0, arithmetic)
+    before = before if carry is None else effects.mark()  # else it is the first stage of the first step
     if state.slope:
         tape.events.append(Refresh(t, 0, None))
     tape.events.append(Output(0, None))
     emit(0, z0)
     pace = controller.pace(Start(f, solver, t, times[-1], state, carry, through_search))
+    effects.back_to(before)
     if locate:
         _raise_if_non_finite(state, f"in y0 or in f at the start, t = {number(t):.6g}")
 
@@ -60,6 +76,7 @@ def integrate(
         segment = k - 1 if lands else 0  # the output from which the steps at hand began
         while t is not target:
             t1, (looks, decides) = pace.next(t, target), watch.plan()
+            before = effects.mark() if adaptive or state.is_bounded else None
             attempt, fit, renews = solver.step(f, t, t1, state, carry, adaptive, looks), FITS, False
             if adaptive or decides or state.is_bounded:
                 start, mark, dropped = state, tape.mark(), []
@@ -75,6 +92,7 @@ def integrate(
                     if not fit.is_void:
                         break
                     # Nothing of the attempt can be trusted: the same once more, on another grid.
+                    effects.back_to(before)
                     state = _rescaled(state, fit.bits, tape)
                     dropped.append(fit.bits)
                     attempt = solver.step(f, t, t1, state, carry, adaptive, looks)
@@ -87,6 +105,7 @@ def integrate(
                     # The bits that fell off for the sake of a step too long are still wanted.
                     state = start
                     tape.back_to(mark)
+                    effects.back_to(before)
                     carry = attempt.stages[0] if attempt.stages else carry  # f(t, z) is known by now
                     continue
             tape.step(t, t1, segment, k if t1 is target else segment, state)
@@ -102,11 +121,13 @@ def integrate(
                 _raise_if_non_finite(attempt.state, _at(t, t1))
             state = _rescaled(attempt.state, fit.bits, tape) if fit.bits else attempt.state
             if (watch.after_step(attempt.evidence) or renews) and t1 is not times[-1]:
-                before = tape.keep(state.put_away_before_refresh()) if tape.rewinds else None
-                tape.events.append(Refresh(t1, k if t1 is target else segment, before))
+                before = effects.mark()
+                old = tape.keep(state.put_away_before_refresh()) if tape.rewinds else None
+                tape.events.append(Refresh(t1, k if t1 is target else segment, old))
                 # The way back will see f at the z that is left, without the bits that just fell off.
                 state = solver.renew(f, t1, state, None if fit.bits else carry)
                 watch.after_renewal()
+                effects.back_to(before)
             t = t1
         tape.events.append(Output(k, None))
         emit(k, state.point)

@@ -50,12 +50,17 @@ def solve(
     gradient: GradientMethod = MALI(),  # noqa: B008
     args: tuple = (),
     params: Iterable[Tensor] | None = None,
+    buffers: str = "update",
 ) -> Solution:
     """Solve dy/dt = func(t, y, *args) from y(t[0]) = y0 and return y at all times t, differentiable.
 
     y0: a tensor, or any nested tuple, list or dict of float32 or float64 tensors; func returns the same structure. t:
     two or more times, increasing or decreasing. Gradients flow to y0, to the tensors in args, to t, and to the
     parameters found in func (modules, bound methods, partials, closures), or to those listed in `params`.
+
+    Every evaluation draws the same random numbers, and f runs under the autocast that is on around this call, in the
+    backward pass too. buffers: "update" lets each evaluation of an accepted step update the running statistics of
+    modules in f, "freeze" none.
     """
     for name, value, base in (
         ("solver", solver, Solver),
@@ -75,7 +80,7 @@ def solve(
     t_out, times = _checked_times(t)
     got = type(args).__name__
     require(isinstance(args, tuple), f"args must be a tuple of further arguments of f, as in args=(x,); got a {got}.")
-    field = Field(func, z0, structure, args, params)
+    field = Field(func, z0, structure, args, params, buffers)
     problem = Problem(field, z0, times, t_out if t_out.requires_grad else None, solver, controller, Stats())
     field.looks_for_leaves = torch.is_grad_enabled() and not isinstance(gradient, Naive)
     y = gradient.solve(problem)

@@ -93,20 +93,20 @@ class _Adjoint(torch.autograd.Function):
         a = [torch.zeros_like(leaf[0]) for leaf in y]
         a_theta = tuple(torch.zeros_like(p) for p in f.theta)
         a_t, slope = [f.time(0.0)] * len(times), _augmented(f)
-        for k in range(len(times) - 1, -1, -1):
-            z = tuple(leaf[k] for leaf in y)
-            if t is not None and k == 0:
-                a_t[0] = a_t[0] - dot(a, f(times[0], z))
-            g = [None if leaf is None else leaf[k] for leaf in grad_y]
-            accumulate(a, g)
-            if t is not None and k > 0:
-                pairs = [(x, u) for x, u in zip(g, f(times[k], z), strict=True) if x is not None]
-                a_t[k] = dot(*zip(*pairs, strict=True)) if pairs else a_t[k]
-            if k > 0:
-                start, segment = (*z, *a, *a_theta), (times[k], times[k - 1])
-                with without_hooks(f.theta):
+        with f.surroundings.backward_pass(), without_hooks(f.theta):
+            for k in range(len(times) - 1, -1, -1):
+                z = tuple(leaf[k] for leaf in y)
+                if t is not None and k == 0:
+                    a_t[0] = a_t[0] - dot(a, f(times[0], z))
+                g = [None if leaf is None else leaf[k] for leaf in grad_y]
+                accumulate(a, g)
+                if t is not None and k > 0:
+                    pairs = [(x, u) for x, u in zip(g, f(times[k], z), strict=True) if x is not None]
+                    a_t[k] = dot(*zip(*pairs, strict=True)) if pairs else a_t[k]
+                if k > 0:
+                    start, segment = (*z, *a, *a_theta), (times[k], times[k - 1])
                     end, _ = integrate(slope, start, segment, ctx.solver, ctx.controller, lambda k, z: None, Stats())
-                a, a_theta = list(end.point[n : 2 * n]), end.point[2 * n :]
+                    a, a_theta = list(end.point[n : 2 * n]), end.point[2 * n :]
         ctx.stats.n_evals_backward, ctx.stats.n_vjps = f.n_evals, f.n_vjps
         return (None, None, None if t is None else torch.stack(a_t).to(t), *a, *a_theta)
 

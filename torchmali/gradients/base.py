@@ -46,7 +46,10 @@ class Problem:
         # Where bits count, f is called as in the backward pass: some modules have faster kernels for no_grad.
         is_exact = how.get("arithmetic", Floats).is_bounded
         f = self.field.as_in_backward if is_exact else self.field
-        end, tape = integrate(f, z0, times, self.solver, self.controller, emit, self.stats, **how)
+        around = self.field.surroundings
+        with around.forward_pass():
+            how["effects"] = around
+            end, tape = integrate(f, z0, times, self.solver, self.controller, emit, self.stats, **how)
         self.stats.n_evals_forward = self.field.n_evals
         return end, tape
 

@@ -82,7 +82,8 @@ class _Replay(torch.autograd.Function):
         f = ctx.field.with_tensors(theta, fixed, wants_t=ctx.needs_input_grad[2])
         state = method.arithmetic.restore(end)
         way = Way(f, ctx.solver, tuple(z.detach() for z in z0), grad_y, method.inverts, method.reruns)
-        with torch.enable_grad(), without_hooks(theta):  # for f; nothing else here requires a gradient
+        # Gradients for f; nothing else here requires one.
+        with f.surroundings.backward_pass(), torch.enable_grad(), without_hooks(theta):
             _, a = way.back(ctx.events, kept, state, Cotangent.zero(state, len(theta), ctx.n_times))
         ctx.stats.n_evals_backward, ctx.stats.n_vjps, ctx.stats.n_reruns = f.n_evals, f.n_vjps, way.n_reruns
         if method.inverts:
@@ -173,10 +174,10 @@ class Way:
             return
         raise NonRepeatableField(
             "f is not the same function in the backward pass as in the forward pass: the same steps from the same "
-            "state led elsewhere. Usual causes: dropout or noise drawn inside f, a BatchNorm or another buffer that "
-            "changes with every call, f or its inputs changed between forward and backward, autocast around only one "
-            "of the two, or kernels that are not deterministic (torch.use_deterministic_algorithms). Put the module "
-            "in eval mode, or draw the noise once, outside f."
+            "state led elsewhere. Usual causes: noise drawn inside f from NumPy or from a generator of its own (draw "
+            'it once, outside f), a buffer that f reads and changes, as in a spectral norm (buffers="freeze"), f or '
+            "its inputs changed between forward and backward, or kernels that are not deterministic "
+            "(torch.use_deterministic_algorithms)."
         )
 
 

@@ -1,0 +1,323 @@
+"""f as part of a model: with dropout, BatchNorm, autocast it is one function, in a solve and in its backward pass."""
+
+import contextlib
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import spectral_norm
+
+import torchmali as tm
+from torchmali.measure import peak_bytes
+
+FIXED, ADAPTIVE = tm.FixedStep(0.1), tm.AdaptiveStep(1e-3, 1e-4, h0=1.0)
+REPLAYS = [tm.ACA(), tm.MALI(), tm.MALI(exact=True), tm.MALI(checkpoint_every=3)]
+
+
+class Block(nn.Module):
+    """BatchNorm and dropout in f."""
+
+    def __init__(self, p: float = 0.3):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 16), nn.Linear(16, 4)
+        self.norm, self.drop = nn.BatchNorm1d(16), nn.Dropout(p)
+
+    def forward(self, t: Tensor, y: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.drop(self.norm(self.first(y) * (1 + t)))))
+
+
+def block(dtype: torch.dtype = torch.float64, p: float = 0.3) -> tuple[Block, Tensor]:
+    torch.manual_seed(0)
+    return Block(p).to(dtype), torch.randn(32, 4, dtype=dtype)
+
+
+def gradient(f: nn.Module, y0: Tensor, around: Any = contextlib.nullcontext, **how: Any) -> tuple[Tensor, tm.Solution]:
+    """Of the end, by y0 and all parameters. f is left alone, and the dice are the same each time."""
+    y0 = y0.clone().requires_grad_()
+    torch.manual_seed(1)
+    with around():
+        solution = tm.solve(f, y0, (0.0, 1.0), **how)
+    grads = torch.autograd.grad(solution.y[-1].square().sum(), [y0, *f.parameters()], allow_unused=True)
+    return torch.cat([g.flatten() for g in grads if g is not None]), solution
+
+
+def difference(a: Tensor, b: Tensor) -> float:
+    return float((a.double() - b.double()).norm() / b.double().norm())
+
+
+def statistics(f: Block) -> Tensor:
+    assert f.norm.running_mean is not None and f.norm.running_var is not None
+    return torch.stack([f.norm.running_mean, f.norm.running_var])
+
+
+def n_updates(f: Block) -> int:
+    assert f.norm.num_batches_tracked is not None
+    return int(f.norm.num_batches_tracked)
+
+
+@pytest.mark.parametrize("solver", [tm.ALF(), tm.ALF(order=4)], ids=repr)
+@pytest.mark.parametrize("controller", [FIXED, ADAPTIVE], ids=repr)
+@pytest.mark.parametrize("method", REPLAYS, ids=repr)
+def test_dropout_and_batchnorm_in_f_are_differentiated_as_autograd_does(method, controller, solver):
+    f, y0 = block()
+    naive, replayed = copy.deepcopy(f), copy.deepcopy(f)
+    how: dict[str, Any] = {"solver": solver, "controller": controller}
+    exact, _ = gradient(naive, y0, gradient=tm.Naive(), **how)
+    grads, solution = gradient(replayed, y0, gradient=method, **how)
+    assert difference(grads, exact) < 1e-12
+    assert n_updates(replayed) == n_updates(naive)
+    tolerance = 1e-12 if getattr(method, "exact", False) else 0.0  # on a grid, the states differ in their last bits
+    torch.testing.assert_close(statistics(replayed), statistics(naive), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("solver", "per_step"), [(tm.ALF(), 1), (tm.ALF(order=4), 12), (tm.RK4(), 4), (tm.Euler(), 1)], ids=repr
+)
+@pytest.mark.parametrize("method", [tm.Naive(), tm.ACA(), tm.Adjoint()], ids=repr)
+def test_running_statistics_are_updated_by_each_evaluation_of_a_step(method, solver, per_step):
+    f, y0 = block()
+    gradient(f, y0, solver=solver, controller=FIXED, gradient=method)
+    assert n_updates(f) == 10 * per_step
+
+
+@pytest.mark.parametrize("h0", [None, 1.0], ids=["guessed", "too long"])
+@pytest.mark.parametrize(("solver", "per_step"), [(tm.ALF(), 1), (tm.Dopri5(), 6)], ids=repr)
+def test_rejected_attempts_and_the_first_guess_of_h_leave_no_trace(solver, per_step, h0):
+    f, y0 = block(p=0.0)
+    controller = tm.AdaptiveStep(1e-6, 1e-7, h0=h0)
+    stats = tm.solve(f, y0, (0.0, 1.0), solver=solver, controller=controller, gradient=tm.ACA()).stats
+    assert stats.n_rejected > 0 if h0 else stats.n_evals_forward > per_step * stats.n_steps + 1
+    assert n_updates(f) == per_step * stats.n_steps + (per_step == 6)  # k1 of the first step
+
+
+def test_frozen_statistics_stay_and_gradients_are_the_same():
+    f, y0 = block()
+    exact, _ = gradient(copy.deepcopy(f), y0, controller=FIXED, gradient=tm.Naive())
+    before = copy.deepcopy(f.state_dict())
+    grads, _ = gradient(f, y0, controller=FIXED, buffers="freeze")
+    assert difference(grads, exact) < 1e-12
+    assert all(torch.equal(before[name], x) for name, x in f.state_dict().items())
+    with pytest.raises(tm.InvalidOption, match='"update".*"freeze"'):
+        gradient(f, y0, buffers="thaw")
+
+
+def test_a_spectral_norm_is_one_function_when_frozen():
+    """Each call improves its singular vectors, on which the next depends."""
+    torch.manual_seed(0)
+    net = nn.Sequential(spectral_norm(nn.Linear(4, 4)), nn.Tanh()).double()
+    y0 = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+
+    def solve(buffers: str) -> tm.Solution:
+        how: dict[str, Any] = {"controller": FIXED, "gradient": tm.MALI(exact=True), "buffers": buffers}
+        return tm.solve(lambda t, y: net(y), y0, (0.0, 1.0), **how)
+
+    solve("freeze").y[-1].sum().backward()
+    with pytest.raises(tm.NonRepeatableField, match="spectral norm"):
+        solve("update").y[-1].sum().backward()
+
+
+def test_one_evaluation_is_what_the_generators_see():
+    f, y0 = block()
+    torch.manual_seed(5)
+    f(torch.zeros(()), y0)
+    after_one = torch.get_rng_state()
+    torch.manual_seed(5)
+    y0.requires_grad_()
+    y = tm.solve(f, y0, (0.0, 1.0), controller=FIXED).y
+    assert torch.equal(torch.get_rng_state(), after_one)
+    torch.randn(3)
+    before = torch.get_rng_state()
+    y[-1].sum().backward()
+    assert torch.equal(torch.get_rng_state(), before)
+    again = tm.solve(f, y0, (0.0, 1.0), controller=FIXED).y
+    assert not torch.equal(y, again)  # other dice
+
+
+def test_a_solve_with_dropout_takes_no_more_steps_than_without():
+    f, y0 = block(p=0.3)
+    counts = []
+    for mode in (True, False):
+        f.train(mode)
+        controller = tm.AdaptiveStep(1e-6, 1e-7)
+        solution = tm.solve(f, y0, (0.0, 1.0), solver=tm.Dopri5(), controller=controller, gradient=tm.ACA())
+        counts.append(solution.stats.n_evals_forward)
+    assert counts[0] <= 2 * counts[1]
+
+
+def test_random_numbers_in_some_evaluations_only_are_refused():
+    y0 = torch.ones(3, requires_grad=True)
+    with pytest.raises(tm.NonRepeatableField, match="some of its evaluations only"):
+        tm.solve(lambda t, y: -y + (torch.rand(3) if t > 0.5 else 0.0), y0, (0.0, 1.0), controller=FIXED)
+
+
+def bfloat16():
+    return torch.autocast("cpu", torch.bfloat16)
+
+
+@pytest.mark.parametrize("method", [*REPLAYS, tm.Adjoint()], ids=repr)
+def test_under_autocast_f_is_cast_and_the_state_is_not(method):
+    f, y0 = block(torch.float32)
+    dtypes = []
+    exact, _ = gradient(copy.deepcopy(f), y0, controller=FIXED, gradient=tm.ACA())
+    f.last.register_forward_hook(lambda m, args, u: dtypes.append(u.dtype))
+    grads, solution = gradient(f, y0, bfloat16, controller=FIXED, gradient=method)  # backward: outside of it
+    assert set(dtypes) == {torch.bfloat16}
+    assert solution.y.dtype == torch.float32
+    assert 1e-4 < difference(grads, exact) < 2e-2
+    if isinstance(method, tm.MALI):
+        assert solution.stats.reconstruction_error == pytest.approx(0, abs=0.0 if method.exact else 1e-5)
+
+
+@pytest.mark.parametrize("method", REPLAYS, ids=repr)
+def test_autocast_of_the_backward_pass_is_that_of_the_forward_pass(method):
+    """Wherever backward is called: the same numbers."""
+    f, y0 = block(torch.float32)
+    y0.requires_grad_()
+
+    def grads(forward: Any, backward: Any) -> Tensor:
+        torch.manual_seed(0)
+        with forward():
+            y = tm.solve(f, y0, (0.0, 1.0), controller=FIXED, gradient=method).y
+        with backward():
+            return torch.autograd.grad(y[-1].sum(), f.first.weight)[0]
+
+    plain = contextlib.nullcontext
+    assert torch.equal(grads(bfloat16, plain), grads(bfloat16, bfloat16))
+    assert torch.equal(grads(plain, bfloat16), grads(plain, plain))
+
+
+def test_ACA_and_MALI_agree_under_autocast():
+    f, y0 = block(torch.float32)
+    kept, _ = gradient(copy.deepcopy(f), y0, bfloat16, controller=FIXED, gradient=tm.ACA())
+    rebuilt, _ = gradient(copy.deepcopy(f), y0, bfloat16, controller=FIXED, gradient=tm.MALI())
+    assert difference(rebuilt, kept) < 1e-3
+
+
+def test_a_solve_without_gradients_leaves_no_casts_behind():
+    """autocast caches the weights it casts; those cast without a graph would get no gradient."""
+    f, y0 = block(torch.float32)
+    with bfloat16():
+        with torch.no_grad():
+            tm.solve(f, y0, (0.0, 1.0), controller=FIXED)
+        f(torch.zeros(()), y0).sum().backward()
+    assert f.first.weight.grad is not None and f.first.weight.grad.any()
+
+
+def test_a_grad_scaler_scales_and_unscales():
+    f, y0 = block(torch.float32, p=0.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
+    optimizer = torch.optim.SGD(f.parameters(), lr=0.0)
+    grads = []
+    for scale in (lambda loss: loss, scaler.scale):
+        f.zero_grad()
+        with bfloat16():
+            y = tm.solve(f, y0, (0.0, 1.0), controller=FIXED).y
+        scale(y[-1].square().sum()).backward()
+        if grads:
+            scaler.unscale_(optimizer)
+        grads.append(torch.cat([p.grad.flatten() for p in f.parameters() if p.grad is not None]))
+    assert difference(grads[1], grads[0]) < 1e-2
+
+
+def descent(t: Tensor, y: Tensor) -> Tensor:
+    """Along the gradient of a potential, by autograd."""
+    energy = (y.square() / 2 + torch.cos(y)).sum()
+    return -torch.autograd.grad(energy, y, create_graph=True)[0]
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("method", [tm.Naive(), *REPLAYS, tm.Adjoint()], ids=repr)
+def test_an_f_that_takes_derivatives_may_be_solved_in_any_mode(method, mode):
+    y0 = torch.linspace(0.5, 2.0, 4, dtype=torch.float64)
+    with mode():
+        solution = tm.solve(descent, y0 * 1.0, (0.0, 1.0), controller=FIXED, gradient=method)
+    expected = tm.solve(lambda t, y: torch.sin(y) - y, y0, (0.0, 1.0), controller=FIXED).y
+    torch.testing.assert_close(torch.Tensor(solution.y.tolist()), expected.float())
+    assert solution.stats.n_evals_forward == 11
+
+
+@pytest.mark.parametrize("method", REPLAYS, ids=repr)
+def test_an_f_that_takes_derivatives_is_differentiated(method):
+    y0 = torch.linspace(0.5, 2.0, 4, dtype=torch.float64, requires_grad=True)
+    exact, grads = (
+        torch.autograd.grad(tm.solve(f, y0, (0.0, 1.0), controller=FIXED, gradient=m).y[-1].sum(), y0)[0]
+        for f, m in ((lambda t, y: torch.sin(y) - y, tm.Naive()), (descent, method))
+    )
+    assert difference(grads, exact) < 1e-12
+
+
+def solved(f: nn.Module, method: tm.GradientMethod) -> Tensor:
+    y0 = torch.randn(8, 4, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    return tm.solve(f, y0, (0.0, 1.0), controller=FIXED, gradient=method).y[-1].sum()
+
+
+@pytest.mark.parametrize("method", [*REPLAYS, tm.Adjoint()], ids=repr)
+def test_what_was_changed_before_the_backward_pass_is_named(method):
+    f, _ = block(torch.float32)
+    loss = solved(f, method)
+    f.eval()
+    with pytest.raises(tm.NonRepeatableField, match="BatchNorm1d.*train to eval mode"):
+        loss.backward()
+    f.eval()
+    loss = solved(f, method)
+    assert f.norm.running_mean is not None
+    f.norm.running_mean.add_(1.0)
+    with pytest.raises(tm.NonRepeatableField, match="running_mean of BatchNorm1d"):
+        loss.backward()
+    loss = solved(f, method)
+    with torch.no_grad():
+        f.first.weight.add_(1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_two_solves_before_one_backward_are_no_change():
+    """The second one updates the statistics; nothing reads them in training."""
+    f, _ = block(torch.float32)
+    (solved(f, tm.MALI()) + solved(f, tm.MALI())).backward()
+    assert n_updates(f) == 20
+
+
+class Table(nn.Module):
+    """A large buffer that f reads."""
+
+    table: Tensor
+
+    def __init__(self, changes: bool):
+        super().__init__()
+        self.register_buffer("table", torch.zeros(2**20))
+        self.changes = changes
+
+    def forward(self, t: Tensor, y: Tensor) -> Tensor:
+        if self.changes:
+            self.table.add_(1.0)
+        return -y + self.table[:3]
+
+
+def test_a_large_buffer_may_be_read_but_not_changed():
+    y0 = torch.ones(3)
+    f = Table(changes=False)
+    size = f.table.nbytes
+    assert peak_bytes(lambda: tm.solve(f, y0, (0.0, 1.0), controller=FIXED)) < size
+    with pytest.raises(tm.NonRepeatableField, match="table of Table"):
+        tm.solve(Table(changes=True), y0, (0.0, 1.0), controller=FIXED)
+
+
+class Replacing(nn.Module):
+    """Puts another tensor in the place of its buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, t: Tensor, y: Tensor) -> Tensor:
+        self.calls = self.calls + 1
+        return -y
+
+
+def test_buffers_that_are_replaced_count_as_changed():
+    f, y0 = Replacing(), torch.ones(3, requires_grad=True)
+    tm.solve(f, y0, (0.0, 1.0), controller=FIXED).y.sum().backward()
+    assert f.calls == 10

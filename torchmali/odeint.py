@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +24,8 @@ from torchmali.solvers.base import Solver
 from torchmali.solvers.leapfrog import ALF
 from torchmali.state import Structure, Tensors
 
+P = ParamSpec("P")
+R = TypeVar("R")
 # fmt: off
 SOLVERS: dict[str, Solver] = {
     "alf": ALF(), "alf4": ALF(order=4), "alf6": ALF(order=6), "euler": rk.Euler(),
@@ -40,6 +43,19 @@ ADAPTIVE_OPTIONS = {  # torchdiffeq's name: ours
 # fmt: on
 
 
+def outside_graphs(run: Callable[P, R]) -> Callable[P, R]:
+    """Under torch.compile a solve is one break between graphs, not hundreds of pieces. (f may be compiled itself.)"""
+
+    @functools.wraps(run)
+    def outside(*args: P.args, **kwargs: P.kwargs) -> R:
+        # Decided at the call: torch.compiler.disable imports what takes a second.
+        now: Any = torch.compiler.disable(run) if torch.compiler.is_compiling() else run
+        return now(*args, **kwargs)
+
+    return outside
+
+
+@outside_graphs
 def solve(
     func: Callable,
     y0: Any,

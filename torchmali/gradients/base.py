@@ -75,7 +75,7 @@ class GradientMethod(ABC):
 @torch.no_grad()
 def forward(problem: Problem, **how: Any) -> tuple[Tensors, State, Tape]:
     """Solve without a graph: the outputs, the end state and the tape. how: arithmetic and tape of `integrate`."""
-    y = tuple(z.new_empty((len(problem.times), *z.shape)) for z in problem.z0)
+    y = tuple(_room_for(len(problem.times), z) for z in problem.z0)
 
     def emit(k: int, z: Tensors) -> None:
         # Written in place as they come: no list of states beside the result.
@@ -84,6 +84,12 @@ def forward(problem: Problem, **how: Any) -> tuple[Tensors, State, Tape]:
 
     z0 = tuple(z.detach() for z in problem.z0)
     return y, *problem.integrate(z0, problem.times, emit, **how)
+
+
+def _room_for(n: int, z: Tensor) -> Tensor:
+    """For n tensors like z, each in z's memory format."""
+    strides = torch.empty_like(z, device="meta").stride()
+    return z.new_empty_strided((n, *z.shape), (max(1, z.numel()), *strides))
 
 
 def refuse_double_backward(method: str) -> None:

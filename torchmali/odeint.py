@@ -90,7 +90,7 @@ def solve(
         require(isinstance(value, base), what)
     gradient.check(solver, controller)
     structure = Structure.of(y0)
-    z0 = _checked_state(structure.flatten(y0))
+    z0 = _checked_state(tuple(map(_uncast, structure.flatten(y0))))
     controller = controller.bind(structure)
     _warn_of_tolerance(controller, z0)
     t_out, times = _checked_times(t)
@@ -103,6 +103,12 @@ def solve(
     return Solution(t_out, structure.rebuild(y), problem.stats)
 
 
+def _uncast(z: Any) -> Any:
+    """Under autocast the layer before may have made y0 a bfloat16: the state is a float32 all the same."""
+    is_low = isinstance(z, Tensor) and z.dtype in (torch.bfloat16, torch.float16)
+    return z.float() if is_low and torch.is_autocast_enabled(z.device.type) else z
+
+
 def _checked_state(z0: tuple) -> Tensors:
     require(bool(z0), "y0 has no leaves: give at least one tensor.", InvalidState)
     for i, z in enumerate(z0):
@@ -110,8 +116,8 @@ def _checked_state(z0: tuple) -> Tensors:
         what = f"{of} is a {type(z).__name__}: the state must be made of torch tensors."
         require(isinstance(z, Tensor), what, InvalidState)
         what = (
-            f"{of} has dtype {z.dtype}, too coarse for a state that sums many small steps. Keep the state in float32, "
-            "run f under torch.autocast inside itself, and cast what it returns back to float32."
+            f"{of} has dtype {z.dtype}, too coarse for a state that sums many small steps. Keep the state in float32 "
+            "and call this under torch.autocast: then f alone runs in low precision."
         )
         require(z.dtype not in (torch.bfloat16, torch.float16), what, InvalidState)
         what = f"{of} has dtype {z.dtype}: use a float32 or float64 state (torch.view_as_real for a complex one)."

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from torchmali.solution import NonRepeatableField, require
+from torchmali.solution import InvalidField, NonRepeatableField, require
 
 LARGE = 2**20  # bytes: a buffer beyond this is a table, not a statistic; f may read it, but not change it
 
@@ -69,12 +69,25 @@ class Surroundings:
     def __init__(self, modules: Sequence[nn.Module], device: torch.device, buffers: str):
         what = f'buffers={buffers!r}: "update" (by each evaluation of an accepted step) or "freeze".'
         require(buffers in ("update", "freeze"), what)
+        sharded = [m for m in modules if any(base.__name__ == "FSDPModule" for base in type(m).__mro__)]
+        what = (
+            f"{type(sharded[0]).__name__} in f is sharded: its parameters are whole only while it runs, and the solve "
+            "could not differentiate by them. Apply fully_shard to a module around the solve instead (an ODEBlock)."
+            if sharded
+            else ""
+        )
+        require(not sharded, what, InvalidField)
         self.modules, self.device, self.freezes = modules, device, buffers == "freeze"
         self.is_cast = torch.is_autocast_enabled(device.type)
         self.dtype, self.caches = torch.get_autocast_dtype(device.type), torch.is_autocast_cache_enabled()
         self.draws = False
         self.changing: list[Buffer] = []  # by f
         self.at_first: Mark = None  # what they were in the beginning
+
+    @property
+    def coarseness(self) -> float:
+        """How far f may be off where z is off by a rounding: under autocast, f jumps where z is rounded."""
+        return 8 * torch.finfo(self.dtype).eps if self.is_cast else 0.0
 
     @property
     def is_active(self) -> bool:

@@ -127,14 +127,14 @@ class MALI(ReplayGradient):
             for i, (leaf, v) in enumerate(zip(y, end.slope, strict=True)):
                 _require_one_scale(i, leaf.abs().amax(0), span * v.abs())
 
-    def judge_backward(self, drift: float, n_reruns: int) -> None:
+    def judge_backward(self, drift: float, limit: float, n_reruns: int) -> None:
         error = f"MALI rebuilt a state with a relative error of {drift:.2g}: round-off grew on the way back"
         if n_reruns:
             warn(
                 f"{error}. {n_reruns} segments were solved again with more states kept, so the gradient is right, but "
                 "took longer and more memory. MALI(exact=True) or a smaller checkpoint_every=K avoids that."
             )
-        elif drift > TELL_LIMIT:
+        elif drift > max(limit, TELL_LIMIT):
             warn(
                 f"{error}, or f is not the function it was in the forward pass, and the gradient is about as wrong. "
                 'Use MALI(checkpoint_every="auto") or MALI(exact=True), or gradient=ACA().'

@@ -52,7 +52,7 @@ class ReplayGradient(GradientMethod):
     def judge_forward(self, problem: Problem, y: Tensors, end: State, tape: Tape) -> None:
         """Look at a finished forward pass."""
 
-    def judge_backward(self, drift: float, n_reruns: int) -> None:
+    def judge_backward(self, drift: float, limit: float, n_reruns: int) -> None:
         """Look at a finished backward pass: the worst that was rebuilt, and how many segments were solved again."""
 
 
@@ -88,7 +88,7 @@ class _Replay(torch.autograd.Function):
         ctx.stats.n_evals_backward, ctx.stats.n_vjps, ctx.stats.n_reruns = f.n_evals, f.n_vjps, way.n_reruns
         if method.inverts:
             ctx.stats.reconstruction_error = way.drift
-        method.judge_backward(way.drift, way.n_reruns)
+        method.judge_backward(way.drift, way.limit, way.n_reruns)
         return (None, None, torch.stack([f.time(x) for x in a.times]).to(t[0]) if f.wants_t else None, *a.sums)
 
 
@@ -107,7 +107,7 @@ class Way:
 
     @property
     def limit(self) -> float:
-        return max(DRIFT_LIMITS[z.dtype] for z in self.z0)
+        return max(self.f.surroundings.coarseness, *(DRIFT_LIMITS[z.dtype] for z in self.z0))
 
     def back(
         self, events: Sequence[Event], kept: Sequence[Memento], state: State, a: Cotangent

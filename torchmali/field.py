@@ -99,7 +99,17 @@ class Field:
         return self.zero.new_full((), t)  # no host-device wait, and cheaper than torch.full
 
     def __call__(self, t: Time, z: Tensors) -> Tensors:
-        return self._evaluate_with_care(t, z) if self.needs_care else self._at(t, z)
+        if self.needs_care:
+            return self._evaluate_with_care(t, z)
+        self.n_evals += 1
+        if self.is_leaf:
+            u = (self.func(self.time(t), z[0], *self.args),)
+        else:
+            u = self._leaves(self.func(self.time(t), self.structure.rebuild(z), *self.args))
+        for i, leaf in enumerate(u):
+            if not isinstance(leaf, Tensor) or (leaf.shape, leaf.dtype) != self.signature[i]:
+                u = (*u[:i], self._fitted(i, leaf), *u[i + 1 :])
+        return u
 
     def _evaluate_with_care(self, t: Time, z: Tensors) -> Tensors:
         around, self.n_careful = self.surroundings, self.n_careful + 1
@@ -130,15 +140,8 @@ class Field:
             return tuple([x.detach() for x in u])
 
     def _at(self, t: Time, z: Tensors) -> Tensors:
-        self.n_evals += 1
-        if self.is_leaf:
-            u = (self.func(self.time(t), z[0], *self.args),)
-        else:
-            u = self._leaves(self.func(self.time(t), self.structure.rebuild(z), *self.args))
-        for i, leaf in enumerate(u):
-            if not isinstance(leaf, Tensor) or (leaf.shape, leaf.dtype) != self.signature[i]:
-                u = (*u[:i], self._fitted(i, leaf), *u[i + 1 :])
-        return u
+        self.needs_care = False  # the care has been taken
+        return self(t, z)
 
     def as_in_backward(self, t: Time, z: Tensors) -> Tensors:
         """f(t, z) with the very operations of `linearize`."""

@@ -17,6 +17,7 @@ from torchmali.tape import Output, Refresh, Rescale, Step, Tape
 from torchmali.watch import Watch
 
 Emit = Callable[[int, Tensors], None]
+LOOK_THERE = "Look at f there, use smaller steps, or an adaptive controller."
 
 
 class Effects:
@@ -27,9 +28,6 @@ class Effects:
 
     def back_to(self, mark: Any) -> None:
         pass
-
-
-LOOK_THERE = "Look at f there, use smaller steps, or an adaptive controller."
 
 
 def integrate(

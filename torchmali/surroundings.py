@@ -69,12 +69,11 @@ class Surroundings:
     def __init__(self, modules: Sequence[nn.Module], device: torch.device, buffers: str):
         what = f'buffers={buffers!r}: "update" (by each evaluation of an accepted step) or "freeze".'
         require(buffers in ("update", "freeze"), what)
-        sharded = [m for m in modules if any(base.__name__ == "FSDPModule" for base in type(m).__mro__)]
+        kinds = map(type, modules)
+        sharded = [kind.__name__ for kind in kinds if any(base.__name__ == "FSDPModule" for base in kind.__mro__)]
         what = (
-            f"{type(sharded[0]).__name__} in f is sharded: its parameters are whole only while it runs, and the solve "
-            "could not differentiate by them. Apply fully_shard to a module around the solve instead (an ODEBlock)."
-            if sharded
-            else ""
+            f"{', '.join(sharded)} in f is sharded: its parameters are whole only while it runs, and the solve could "
+            "not differentiate by them. Apply fully_shard to a module around the solve instead (an ODEBlock)."
         )
         require(not sharded, what, InvalidField)
         self.modules, self.device, self.freezes = modules, device, buffers == "freeze"

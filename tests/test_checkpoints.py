@@ -186,15 +186,6 @@ def test_what_drifts_again_is_solved_again(order, rate):
     assert difference(rebuilt, exact) < 1e-8
 
 
-def test_a_row_at_rest_is_no_drift():
-    """Its v is round-off, so that any error of it is large against v; but not against z."""
-    y0 = torch.tensor([[1.0], [0.5]], requires_grad=True)  # sin(pi y): y = 1 repels no one, 0.5 moves
-    solution = tm.solve(lambda t, y: torch.sin(torch.pi * y), y0, (0.0, 2.0), controller=tm.FixedStep(0.02))
-    solution.y[-1].sum().backward()
-    assert solution.stats.n_reruns == 0
-    assert solution.stats.reconstruction_error == pytest.approx(0, abs=1e-4)
-
-
 @pytest.mark.parametrize("every", [1, 2, 7, 100])
 @pytest.mark.parametrize("eta", [1.0, 0.9])
 def test_checkpoints_at_any_interval_leave_the_gradient_alone(every, eta):

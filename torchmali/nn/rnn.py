@@ -1,0 +1,102 @@
+"""A recurrent network whose state moves on between observations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchmali.controllers import FixedStep, StepController
+from torchmali.gradients.base import GradientMethod
+from torchmali.gradients.mali import MALI
+from torchmali.odeint import solve
+from torchmali.solution import InvalidState, InvalidTimes, Stats, require
+from torchmali.solvers.base import Solver
+from torchmali.solvers.leapfrog import ALF
+
+
+class ODERNNCell(nn.Module):
+    """One step of an ODE-RNN: h moves from t0 to t1 by dh/dt = func(t, h), then becomes cell(x, h).
+
+    cell: an nn.GRUCell, or anything else from (x, h) to h. `last_stats` has the counts of the last solve.
+    """
+
+    last_stats: Stats | None
+
+    def __init__(
+        self,
+        func: Callable,
+        cell: Callable,
+        *,
+        solver: Solver = ALF(),  # noqa: B008 (solvers, controllers and gradient methods are immutable values)
+        controller: StepController = FixedStep(0.25),  # noqa: B008
+        gradient: GradientMethod = MALI(),  # noqa: B008
+    ):
+        super().__init__()
+        self.func, self.cell = func, cell
+        self.solver, self.controller, self.gradient = solver, controller, gradient
+        self.last_stats = None
+
+    def forward(
+        self, x: Tensor, h: Tensor, t0: float | Tensor, t1: float | Tensor, observed: Tensor | None = None
+    ) -> Tensor:
+        """h after x was seen at t1. Rows that are not `observed`, (batch,), have moved but seen nothing."""
+        if t0 != t1:
+            how: dict[str, Any] = {"solver": self.solver, "controller": self.controller, "gradient": self.gradient}
+            span: Any = (t0, t1)
+            solution = solve(self.func, h, span, **how)
+            h, self.last_stats = solution.y[-1], solution.stats
+        if observed is None:
+            return self.cell(x, h)
+        observed = observed.unsqueeze(-1)
+        # What was not observed may be nan, and 0 * nan would be its share of the cell's gradient.
+        return torch.where(observed, self.cell(x.masked_fill(~observed, 0), h), h)
+
+    def extra_repr(self) -> str:
+        return f"solver={self.solver}, controller={self.controller}, gradient={self.gradient}"
+
+
+class ODERNN(nn.Module):
+    """A series read by an `ODERNNCell`, forwards or backwards in time (Rubanova et al., 2019)."""
+
+    def __init__(self, cell: ODERNNCell):
+        super().__init__()
+        self.cell = cell
+
+    def forward(
+        self, x: Tensor, t: Tensor, h0: Tensor, observed: Tensor | None = None, reverse: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """h after each observation, (batch, length, hidden) in the order of x, and the last one, (batch, hidden).
+
+        h0: at the first time that is read. observed: where x, (batch, length, channels), has been observed, as (batch,
+        length). reverse: read from the last time to the first, so that the last h is at t[0].
+        """
+        times = self._checked_times(x, t, observed)
+        order = range(len(times))[:: -1 if reverse else 1]
+        h, states = h0, []
+        for before, i in pairwise((order[0], *order)):
+            h = self.cell(x[:, i], h, times[before], times[i], None if observed is None else observed[:, i])
+            states.append(h)
+        return torch.stack(states[:: -1 if reverse else 1], 1), h
+
+    @staticmethod
+    def _checked_times(x: Tensor, t: Tensor, observed: Tensor | None) -> list[float] | list[Tensor]:
+        shape = tuple(x.shape)
+        what = f"x must have shape (batch, length, channels) with a length of 1 or more; got {shape}."
+        require(x.ndim == 3 and shape[1] > 0, what, InvalidState)
+        what = f"t has shape {tuple(t.shape)}, but x of shape {shape} needs ({shape[1]},): one time per observation."
+        require(
+            t.shape == shape[1:2], f"{what} Merge the times of the batch and mark what is `observed`.", InvalidTimes
+        )
+        if observed is not None:
+            what = f"observed must be bool of shape {shape[:2]}, (batch, length); got {observed.dtype} of"
+            fits = observed.dtype == torch.bool and observed.shape == shape[:2]
+            require(fits, f"{what} {tuple(observed.shape)}. For a mask of channels: mask.bool().any(-1).", InvalidState)
+        times = t.tolist()  # all at once: each read waits for the device
+        i = next((i for i, (a, b) in enumerate(pairwise(times)) if not a <= b), -1)
+        what = f"t must not decrease: t[{i}] = {times[i]:g}, t[{i + 1}] = {times[i + 1]:g}."
+        require(i < 0, f"{what} Sort it, with x. (To read backwards: reverse=True.)", InvalidTimes)
+        return list(t.unbind()) if t.requires_grad else times

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from exact_rebuild import ODES, WEIGHTS, rebuild
+from exact_rebuild import ODES, WEIGHTS
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from problems import tanh_mlp
@@ -24,11 +24,10 @@ from torch import Tensor, nn
 
 import torchmali as tm
 from torchmali.field import Field
-from torchmali.gradients.base import Problem, forward
 from torchmali.grid import Grid, WideGrid
 from torchmali.measure import peak_bytes
-from torchmali.state import Memento, State, Structure
-from torchmali.tape import Event, Rescale, Tape
+from torchmali.state import Memento, Structure
+from torchmali.tape import Rescale
 
 ORDERS = (2, 4, 6)
 STEPS = {2: 200, 4: 50, 6: 30}  # enough that no problem here diverges
@@ -43,28 +42,20 @@ class Solved(NamedTuple):
     """A finished forward pass, with the state it began from for comparison."""
 
     name: str
-    solver: tm.ALF
     start: Memento
-    end: State
-    events: list[Event]
-    kept: list[Memento]
+    code: tm.Code
     stats: tm.Stats
-
-    def in_a_file(self) -> tuple:
-        """What exact_rebuild.py gets: nothing of the start."""
-        return self.name, self.solver, type(self.end), self.end.put_away(), self.events, self.kept
 
 
 @functools.cache
-def solved(name: str, solver: tm.ALF, controller: tm.StepController, arithmetic: type[Grid] = Grid) -> Solved:
-    ode, stats = ODES[name], tm.Stats()
-    z0 = (ode.y0.float(),)
-    structure = Structure.of(z0[0])
-    field = Field(ode.f, z0, structure, (), [])
-    problem = Problem(field, z0, [*ode.span], None, solver, controller.bind(structure), stats)
-    _, end, tape = forward(problem, arithmetic=arithmetic, tape=Tape(rewinds=True))
-    start, _ = solver.start(field.as_in_backward, ode.span[0], z0, arithmetic)
-    return Solved(name, solver, start.put_away(), end, tape.events, tape.kept, stats)
+def solved(name: str, solver: tm.ALF, controller: tm.StepController, grid: type[Grid] = Grid) -> Solved:
+    ode, exact = ODES[name], tm.MALI(exact="int64" if grid is WideGrid else True)
+    y0 = ode.y0.float()
+    how: Any = {"solver": solver, "controller": controller, "gradient": exact}
+    solution = tm.solve(ode.f, y0, [*ode.span], **how, return_code=True)
+    field = Field(ode.f, (y0,), Structure.of(y0), (), [])
+    start, _ = solver.start(field.as_in_backward, ode.span[0], (y0,), grid)
+    return Solved(name, start.put_away(), solution.code, solution.stats)
 
 
 def in_steps(name: str, n: int) -> tm.FixedStep:
@@ -92,8 +83,7 @@ def assert_same_bits(found: Memento, truth: Memento) -> None:
 
 
 def assert_rebuilt(case: Solved) -> None:
-    found = rebuild(ODES[case.name].f, case.solver, case.end, case.events, case.kept)
-    assert_same_bits(found.put_away(), case.start)
+    assert_same_bits(case.code.unwind(ODES[case.name].f).put_away(), case.start)
 
 
 @pytest.mark.parametrize(("name", "order", "controller"), CASES, ids=case_id)
@@ -141,7 +131,7 @@ def test_another_process_that_never_saw_the_start_rebuilds_it(tmp_path):
     cases += [solved(name, tm.ALF(), in_steps(name, 200), WideGrid) for name in ("decay", "lorenz")]
     assert any(case.stats.n_refreshes and case.stats.n_rescales for case in cases)
     source, target = tmp_path / "ends", tmp_path / "starts"
-    source.write_bytes(pickle.dumps([case.in_a_file() for case in cases]))
+    source.write_bytes(pickle.dumps([(case.name, case.code) for case in cases]))
     script = Path(__file__).with_name("exact_rebuild.py")
     subprocess.run([sys.executable, str(script), str(source), str(target)], check=True)
     found = pickle.loads(target.read_bytes())
@@ -153,10 +143,47 @@ def test_what_is_kept_until_the_backward_pass_has_the_bytes_of_float32():
     for name, order, controller in CASES:
         case = solved(name, tm.ALF(order=order), controller)
         z_and_v = 2 * ODES[name].y0.float().nbytes
-        assert sum(x.nbytes for x in case.end.put_away().tensors) == z_and_v
+        assert sum(x.nbytes for x in case.code.end.tensors) == z_and_v
         # Beside it v at each refresh, and a byte at most for each element of z and v at each rescale.
-        extra = sum(x.nbytes for memento in case.kept for x in memento.tensors)
+        extra = sum(x.nbytes for memento in case.code.kept for x in memento.tensors)
         assert extra <= z_and_v / 2 * case.stats.n_refreshes + z_and_v / 4 * case.stats.n_rescales
+
+
+def encoded(func: Any, y0: Any, args: tuple = (), **how: Any) -> tm.Solution:
+    how = {"controller": tm.FixedStep(0.1), "gradient": EXACT} | how
+    return tm.solve(func, y0, [0.0, 0.4, 1.0], **how, args=args, return_code=True)
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_solve_back_gives_the_rounded_start_with_its_structure_and_arguments(requires_grad):
+    a = torch.linspace(-1, 1, 6).reshape(2, 3).requires_grad_(requires_grad)
+    y0, w = {"a": a, "b": (torch.tensor(0.5),)}, torch.linspace(0.5, 1.5, 3).requires_grad_(requires_grad)
+
+    def func(t, y, w):
+        return {"a": torch.tanh(y["a"] * w) + y["b"][0], "b": (y["a"].mean() * t,)}
+
+    solution = encoded(func, y0, args=(w,))
+    assert solution.y["a"].requires_grad == requires_grad
+    found = tm.solve_back(func, pickle.loads(pickle.dumps(solution.code)))
+    for x, leaf in ((found["a"], a), (found["b"][0], y0["b"][0])):
+        assert torch.equal(x, Grid.of((leaf.detach(),)).point[0])
+        assert (x - leaf).abs().max() <= 2.0**-26 * leaf.abs().max()
+    if requires_grad:
+        plain = encoded(func, y0, args=(w,))
+        found, truth = (torch.autograd.grad(s.y["a"].sum(), [a, w]) for s in (solution, plain))
+        assert all(map(torch.equal, found, truth))
+
+
+def test_a_code_of_another_f_is_an_error():
+    y0 = torch.linspace(-1, 1, 6)
+    code = encoded(lambda t, y: torch.tanh(y), y0).code
+    with pytest.raises(tm.NonRepeatableField, match="not made with this f"):
+        tm.solve_back(lambda t, y: 1.0001 * torch.tanh(y), code)
+
+
+def test_a_code_needs_integers():
+    with pytest.raises(tm.Incompatible, match=r"return_code=True needs .* gradient=MALI\(exact=True\), not ACA\(\)"):
+        encoded(lambda t, y: -y, torch.ones(2), gradient=tm.ACA())
 
 
 # 2. The gradient of the stored trajectory.
@@ -485,13 +512,10 @@ def test_adaptive_steps_recover_from_a_first_step_far_too_long(rate, order):
 def test_a_rejected_attempt_costs_no_bits(order):
     """A solution that shrinks needs no coarser grid. The first attempts, far too long, do."""
     y0 = torch.tensor([1.0, -2.0])
-    structure, stats = Structure.of(y0), tm.Stats()
-    field = Field(lambda t, y: -y, (y0,), structure, (), [])
-    controller = tm.AdaptiveStep(1e-3, 1e-6, h0=10.0).bind(structure)
-    problem = Problem(field, (y0,), [0.0, 10.0], None, tm.ALF(order=order), controller, stats)
-    _, _, tape = forward(problem, arithmetic=Grid, tape=Tape(rewinds=True))
-    assert stats.n_rejected > 0
-    rescales = [event.bits for event in tape.events if isinstance(event, Rescale)]
+    how: Any = {"solver": tm.ALF(order=order), "controller": tm.AdaptiveStep(1e-3, 1e-6, h0=10.0), "gradient": EXACT}
+    solution = tm.solve(lambda t, y: -y, y0, [0.0, 10.0], **how, return_code=True)
+    assert solution.stats.n_rejected > 0
+    rescales = [event.bits for event in solution.code.events if isinstance(event, Rescale)]
     assert rescales and max(map(max, rescales)) <= 0
 
 

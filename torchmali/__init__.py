@@ -3,6 +3,7 @@
 # ruff: noqa: I001 (names side by side rather than one to a line)
 # fmt: off
 from torchmali.audit import Audit, audit
+from torchmali.code import Code, solve_back
 from torchmali.controllers import AdaptiveStep, FixedStep, StepController, rms_norm
 from torchmali.gradients.aca import ACA
 from torchmali.gradients.adjoint import Adjoint
@@ -24,10 +25,10 @@ from torchmali.solvers.runge_kutta import (
 __version__ = "0.1.0.dev0"
 
 __all__ = [
-    "ACA", "ALF", "MALI", "RK4", "AdaptiveStep", "Adjoint", "Audit", "Bosh3", "Dopri5", "Dopri8", "DoubleBackward",
-    "Euler", "FixedStep", "GradientMethod", "Heun", "Heun3", "HeunEuler", "Incompatible", "InvalidField",
-    "InvalidOption", "InvalidState", "InvalidTimes", "Midpoint", "Naive", "NonFinite", "NonRepeatableField",
-    "RK4ThreeEighths", "Reversible", "ReversibleSolver", "Solution", "Solver", "SolverError", "SolverWarning", "Stats",
-    "StepController", "StepLimit", "StepUnderflow", "Tsit5", "UnknownMethod", "audit", "odeint", "odeint_adjoint",
-    "rms_norm", "solve",
+    "ACA", "ALF", "MALI", "RK4", "AdaptiveStep", "Adjoint", "Audit", "Bosh3", "Code", "Dopri5", "Dopri8",
+    "DoubleBackward", "Euler", "FixedStep", "GradientMethod", "Heun", "Heun3", "HeunEuler", "Incompatible",
+    "InvalidField", "InvalidOption", "InvalidState", "InvalidTimes", "Midpoint", "Naive", "NonFinite",
+    "NonRepeatableField", "RK4ThreeEighths", "Reversible", "ReversibleSolver", "Solution", "Solver", "SolverError",
+    "SolverWarning", "Stats", "StepController", "StepLimit", "StepUnderflow", "Tsit5", "UnknownMethod", "audit",
+    "odeint", "odeint_adjoint", "rms_norm", "solve", "solve_back",
 ]

@@ -266,7 +266,7 @@ class Problem(NamedTuple):
     def probe(self, controller: StepController) -> int:
         """A first solve, where wrong input raises what it raises in `solve`: its number of steps."""
         try:
-            y, stats = self.solve(Dopri5(), controller, Adjoint())[1:]
+            y, stats = self.solve(Dopri5(), controller, Adjoint())[1:3]
         except DIFFICULTIES:  # for each method to tell
             return 0
         loss = self.loss(y)
@@ -296,7 +296,7 @@ class Problem(NamedTuple):
     def gradients(self, *method: Any) -> tuple[Sequence, Stats]:
         """By one solve and its backward pass."""
         torch.manual_seed(torch.initial_seed())  # a loss with noise should be the same every time
-        y, stats = self.solve(*method)[1:]
+        y, stats = self.solve(*method)[1:3]
         leaves = [x for x in tree_leaves((self.y0, self.args)) if isinstance(x, Tensor) and x.requires_grad]
         return torch.autograd.grad(self.loss(y), [*leaves, *self.params], allow_unused=True), stats
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
 
 class LiveBytes(TorchDispatchMode):
@@ -23,16 +22,20 @@ class LiveBytes(TorchDispatchMode):
         self._known: set[int] = set()  # addresses; a freed one may come back as another storage
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        for x in tree_iter((args, kwargs)):
-            if isinstance(x, torch.Tensor):
-                self._follow(x.untyped_storage(), is_new=False)
-        result = func(*args, **(kwargs or {}))
-        for x in tree_iter(result):
-            if isinstance(x, torch.Tensor):
-                self._follow(x.untyped_storage(), is_new=True)
+        kwargs = kwargs or {}
+        self._follow(args, is_new=False)
+        self._follow(tuple(kwargs.values()), is_new=False)
+        result = func(*args, **kwargs)
+        self._follow(result, is_new=True)
         return result
 
-    def _follow(self, storage: torch.UntypedStorage, is_new: bool) -> None:
+    def _follow(self, x: Any, is_new: bool) -> None:
+        if isinstance(x, (tuple, list)):
+            for part in x:
+                self._follow(part, is_new)
+        if not isinstance(x, torch.Tensor):
+            return
+        storage = x.untyped_storage()
         key = storage._cdata
         if key not in self._known:
             size = storage.nbytes() if is_new else 0

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import torchmali.solvers.runge_kutta as rk
+from torchmali.code import Code
 from torchmali.controllers import AdaptiveStep, FixedStep, StepController
 from torchmali.field import Field
 from torchmali.gradients.aca import ACA
@@ -19,7 +20,8 @@ from torchmali.gradients.adjoint import Adjoint
 from torchmali.gradients.base import GradientMethod, Problem
 from torchmali.gradients.mali import MALI
 from torchmali.gradients.naive import Naive
-from torchmali.solution import InvalidState, InvalidTimes, Solution, Stats, UnknownMethod, require, warn
+from torchmali.outlet import Kept, Observed, Observer
+from torchmali.solution import Incompatible, InvalidState, InvalidTimes, Solution, Stats, UnknownMethod, require, warn
 from torchmali.solvers.base import Solver
 from torchmali.solvers.leapfrog import ALF
 from torchmali.state import Structure, Tensors
@@ -67,6 +69,8 @@ def solve(
     args: tuple = (),
     params: Iterable[Tensor] | None = None,
     buffers: str = "update",
+    observe: Callable | None = None,
+    return_code: bool = False,
 ) -> Solution:
     """Solve dy/dt = func(t, y, *args) from y(t[0]) = y0 and return y at all times t, differentiable.
 
@@ -77,6 +81,12 @@ def solve(
     Every evaluation draws the same random numbers, and f runs under the autocast that is on around this call, in the
     backward pass too. buffers: "update" lets each evaluation of an accepted step update the running statistics of
     modules in f, "freeze" none.
+
+    observe: a function of (t, y), or of (t, y, k) with y = y(t[k]), that returns a tensor. Instead of keeping y at all
+    times, its sum over them is returned as `observed`, differentiable (by its parameters, too), and y at the last time
+    as y[-1]: memory does not grow with the number of times.
+
+    return_code: also return the integer end state, `code`, from which `solve_back(func, code)` gets y0 to the last bit.
     """
     for name, value, base in (
         ("solver", solver, Solver),
@@ -89,6 +99,8 @@ def solve(
         )
         require(isinstance(value, base), what)
     gradient.check(solver, controller)
+    what = f"return_code=True needs a solve on integers: gradient=MALI(exact=True), not {gradient}."
+    require(gradient.on_integers or not return_code, what, Incompatible)
     structure = Structure.of(y0)
     z0 = _checked_state(tuple(map(_uncast, structure.flatten(y0))))
     controller = controller.bind(structure)
@@ -97,10 +109,17 @@ def solve(
     got = type(args).__name__
     require(isinstance(args, tuple), f"args must be a tuple of further arguments of f, as in args=(x,); got a {got}.")
     field = Field(func, z0, structure, args, params, buffers)
-    problem = Problem(field, z0, times, t_out if t_out.requires_grad else None, solver, controller, Stats())
-    field.looks_for_leaves = torch.is_grad_enabled() and not isinstance(gradient, Naive)
-    y = gradient.solve(problem)
-    return Solution(t_out, structure.rebuild(y), problem.stats)
+    outlet = Kept(len(times)) if observe is None else Observed(Observer(observe, z0, structure), len(times))
+    wants_t = t_out.requires_grad
+    problem = Problem(field, z0, times, t_out if wants_t else None, solver, controller, outlet, Stats(), return_code)
+    looks = torch.is_grad_enabled() and not isinstance(gradient, Naive)
+    field.looks_for_leaves = looks
+    if isinstance(outlet, Observed):
+        outlet.observer.looks_for_leaves = looks
+    results = gradient.solve(problem)
+    y = structure.rebuild(outlet.states(results))
+    code = Code.of(*problem.record, solver, structure, args) if problem.record else None
+    return Solution(t_out, y, problem.stats, None if observe is None else results[0], code)
 
 
 def _uncast(z: Any) -> Any:

@@ -34,6 +34,8 @@ class Solution(NamedTuple):
     t: Tensor
     y: Any
     stats: Stats
+    observed: Any = None  # the sum of what `observe` returned; y is then at t[-1:] only
+    code: Any = None  # with return_code=True: a Code
 
 
 class SolverError(Exception):

@@ -52,6 +52,9 @@ class Structure:
     def rebuild(self, leaves: Sequence) -> Any:
         return pytree.tree_unflatten(leaves, self.spec)
 
+    def __reduce__(self) -> tuple:
+        return Structure.of, (self.rebuild(range(self.spec.num_leaves)),)  # a spec warns when it is unpickled
+
 
 def sketch(tree: Any) -> str:
     """A tree as text, with stars for leaves: {'a': (*, *), 'b': *}."""

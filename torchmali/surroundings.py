@@ -129,6 +129,17 @@ class Surroundings:
         self.back_to(mark)
 
     @contextlib.contextmanager
+    def apart(self) -> Iterator[None]:
+        """Evaluations between those of another function, which is not to see that random numbers were drawn."""
+        generators = self._generators() if self.draws or self.at_first is None else ()
+        yield
+        self._set_generators(generators)
+
+    def move_on(self) -> None:
+        """After evaluations `apart`: what comes next is not to draw the same numbers again."""
+        self._set_generators(self.afterwards if self.draws else ())
+
+    @contextlib.contextmanager
     def forward_pass(self) -> Iterator[None]:
         with self._uncast():
             yield

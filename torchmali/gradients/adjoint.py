@@ -15,6 +15,7 @@ from torchmali.controllers import AdaptiveStep, Norm, StepController, rms_norm
 from torchmali.field import Field, without_hooks
 from torchmali.gradients.base import GradientMethod, Problem, forward, refuse_double_backward
 from torchmali.integrate import integrate
+from torchmali.outlet import Outlet
 from torchmali.solution import Stats, short_repr
 from torchmali.solvers.base import Solver, accumulate
 from torchmali.state import Tensors, Time, dot
@@ -73,42 +74,50 @@ def _augmented_norm(norm: Norm, n: int, seminorm: bool) -> Norm:
 class _Adjoint(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, method: Adjoint, problem: Problem, *inputs: Tensor | None) -> Tensors:
-        y, _, _ = forward(problem)
+        results, _, _ = forward(problem)
+        y, outlet = problem.outlet.states(results), problem.outlet
         ctx.set_materialize_grads(False)
         ctx.solver = method.solver or problem.solver
         ctx.controller = method.backward_controller(problem.controller, problem.field)
-        ctx.times, ctx.stats = problem.times, problem.stats
-        theta, fixed = inputs[1 + len(y) :], problem.field.fixed
-        ctx.field, ctx.sizes = problem.field.without_tensors(), (1, len(theta), len(fixed), len(y))
-        ctx.save_for_backward(inputs[0], *theta, *fixed, *y)
-        return y
+        ctx.times, ctx.stats, ctx.outlet = problem.times, problem.stats, outlet.without_tensors()
+        ctx.field, fixed, n_theta = problem.field.without_tensors(), problem.field.fixed, len(problem.field.theta)
+        ctx.sizes = 1, n_theta, len(outlet.theta), len(fixed), len(y)
+        ctx.save_for_backward(inputs[0], *inputs[1 + len(y) :], *fixed, *y)
+        return results
 
     @staticmethod
-    def backward(ctx: Any, *grad_y: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_double_backward("Adjoint")
         saved = iter(ctx.saved_tensors)
-        (t,), theta, fixed, y = (tuple(islice(saved, size)) for size in ctx.sizes)
+        (t,), theta, observer, fixed, y = (tuple(islice(saved, size)) for size in ctx.sizes)
         f: Field = ctx.field.with_tensors(theta, fixed, wants_t=False)
-        n, times = len(y), ctx.times
+        outlet: Outlet = ctx.outlet.with_tensors(observer, wants_t=t is not None)
+        n, times, z = len(y), ctx.times, tuple(leaf[-1] for leaf in y)
         a = [torch.zeros_like(leaf[0]) for leaf in y]
         a_theta = tuple(torch.zeros_like(p) for p in f.theta)
         a_t, slope = [f.time(0.0)] * len(times), _augmented(f)
-        with f.surroundings.backward_pass(), without_hooks(f.theta):
+        a_observer: list[Tensor | None] = [None] * len(observer)
+        with f.surroundings.backward_pass(), outlet.backward_pass(), without_hooks((*f.theta, *observer)):
             for k in range(len(times) - 1, -1, -1):
-                z = tuple(leaf[k] for leaf in y)
+                if outlet.keeps:
+                    z = tuple(leaf[k] for leaf in y)  # the way back begins anew at each output
                 if t is not None and k == 0:
                     a_t[0] = a_t[0] - dot(a, f(times[0], z))
-                g = [None if leaf is None else leaf[k] for leaf in grad_y]
+                with torch.enable_grad():
+                    g, g_observer, g_t = outlet.pull(times[k], z, k, grads)
                 accumulate(a, g)
+                accumulate(a_observer, g_observer)
                 if t is not None and k > 0:
                     pairs = [(x, u) for x, u in zip(g, f(times[k], z), strict=True) if x is not None]
                     a_t[k] = dot(*zip(*pairs, strict=True)) if pairs else a_t[k]
+                if g_t is not None:
+                    a_t[k] = a_t[k] + g_t
                 if k > 0:
                     start, segment = (*z, *a, *a_theta), (times[k], times[k - 1])
                     end, _ = integrate(slope, start, segment, ctx.solver, ctx.controller, lambda k, z: None, Stats())
-                    a, a_theta = list(end.point[n : 2 * n]), end.point[2 * n :]
+                    z, a, a_theta = end.point[:n], list(end.point[n : 2 * n]), end.point[2 * n :]
         ctx.stats.n_evals_backward, ctx.stats.n_vjps = f.n_evals, f.n_vjps
-        return (None, None, None if t is None else torch.stack(a_t).to(t), *a, *a_theta)
+        return (None, None, None if t is None else torch.stack(a_t).to(t), *a, *a_theta, *a_observer)
 
 
 def _augmented(f: Field) -> Callable[[Time, Tensors], Tensors]:

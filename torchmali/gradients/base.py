@@ -14,13 +14,14 @@ from torch.autograd import forward_ad
 from torchmali.controllers import StepController
 from torchmali.field import Field
 from torchmali.integrate import Emit, integrate
+from torchmali.outlet import Outlet
 from torchmali.solution import DoubleBackward, Stats
 from torchmali.solvers.base import Solver
 from torchmali.state import Floats, State, Tensors, Time
 from torchmali.tape import Tape
 
 
-@dataclass(frozen=True)
+@dataclass
 class Problem:
     """A checked call of `solve`, on leaves."""
 
@@ -30,12 +31,15 @@ class Problem:
     t: Tensor | None  # the times as a tensor, where they require a gradient
     solver: Solver
     controller: StepController
+    outlet: Outlet
     stats: Stats
+    wants_code: bool = False
+    record: tuple[State, Tape] | None = None  # how it ended, where a code of it is wanted
 
     @property
     def inputs(self) -> tuple[Tensor | None, ...]:
         """All that may get a gradient, in the order of the autograd.Functions' inputs."""
-        return (self.t, *self.z0, *self.field.theta)
+        return (self.t, *self.z0, *self.field.theta, *self.outlet.theta)
 
     @property
     def coarsest(self) -> torch.dtype:
@@ -63,33 +67,28 @@ class Problem:
 
 
 class GradientMethod(ABC):
+    @property
+    def on_integers(self) -> bool:
+        """Whether it solves on an integer grid."""
+        return False
+
     def check(self, solver: Solver, controller: StepController) -> None:
         """Raise if this method cannot differentiate this solver's steps."""
         controller.check(solver)
 
     @abstractmethod
     def solve(self, problem: Problem) -> Tensors:
-        """The solution at all times, each leaf of shape (len(times), *leaf.shape)."""
+        """What the outlet makes of the solution."""
 
 
 @torch.no_grad()
 def forward(problem: Problem, **how: Any) -> tuple[Tensors, State, Tape]:
-    """Solve without a graph: the outputs, the end state and the tape. how: arithmetic and tape of `integrate`."""
-    y = tuple(_room_for(len(problem.times), z) for z in problem.z0)
-
-    def emit(k: int, z: Tensors) -> None:
-        # Written in place as they come: no list of states beside the result.
-        for whole, part in zip(y, z, strict=True):
-            whole[k] = part
-
+    """Solve without a graph: the results, the end state and the tape. how: arithmetic and tape of `integrate`."""
+    outlet, times = problem.outlet, problem.times
     z0 = tuple(z.detach() for z in problem.z0)
-    return y, *problem.integrate(z0, problem.times, emit, **how)
-
-
-def _room_for(n: int, z: Tensor) -> Tensor:
-    """For n tensors like z, each in z's memory format."""
-    strides = torch.empty_like(z, device="meta").stride()
-    return z.new_empty_strided((n, *z.shape), (max(1, z.numel()), *strides))
+    end, tape = problem.integrate(z0, times, lambda k, z: outlet.emit(times[k], z, k), **how)
+    problem.record = (end, tape) if problem.wants_code else None
+    return outlet.results, end, tape
 
 
 def refuse_double_backward(method: str) -> None:

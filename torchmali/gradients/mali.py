@@ -81,6 +81,10 @@ class MALI(ReplayGradient):
         return Floats if not self.exact else WideGrid if self.exact == "int64" else Grid
 
     @property
+    def on_integers(self) -> bool:
+        return bool(self.exact)
+
+    @property
     def reruns(self) -> bool:
         return self.checkpoint_every is not None and not self.exact
 

@@ -22,12 +22,12 @@ class Naive(GradientMethod):
     through_search: bool = False
 
     def solve(self, problem: Problem) -> Tensors:
-        outputs: list[Tensors] = []
-        times = problem.times
+        shown: list[Tensors] = []
+        outlet, times = problem.outlet, problem.times
         if problem.t is not None or self.through_search:
             # On the host: deciding where to step must not wait for a device.
             t = torch.tensor(times, dtype=torch.float64) if problem.t is None else problem.t.to("cpu", torch.float64)
             times = list(t.unbind())
         how = {"arithmetic": Traced, "through_search": self.through_search}
-        problem.integrate(problem.z0, times, lambda k, z: outputs.append(z), **how)
-        return tuple(torch.stack(leaf) for leaf in zip(*outputs, strict=True))
+        problem.integrate(problem.z0, times, lambda k, z: shown.append(outlet.show(times[k], z, k)), **how)
+        return outlet.gather(shown)

@@ -12,6 +12,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any, ClassVar
 
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from torchmali.field import Field, without_hooks
 from torchmali.gradients.base import GradientMethod, Problem, forward, refuse_double_backward
+from torchmali.outlet import Outlet
 from torchmali.solution import NonRepeatableField
 from torchmali.solvers.base import Cotangent, Inside, Passed, Solver, accumulate
 from torchmali.state import Floats, Memento, State, Tensors
@@ -44,9 +46,10 @@ class ReplayGradient(GradientMethod):
 
     def solve(self, problem: Problem) -> Tensors:
         if not problem.wants_gradient:
-            y, end, tape = forward(problem, arithmetic=self.arithmetic)
-            self.judge_forward(problem, y, end, tape)
-            return y
+            tape = self.tape(problem) if problem.wants_code else None
+            results, end, tape = forward(problem, arithmetic=self.arithmetic, tape=tape)
+            self.judge_forward(problem, problem.outlet.states(results), end, tape)
+            return results
         return _Replay.apply(self, problem, *problem.inputs)  # type: ignore[return-value]
 
     def judge_forward(self, problem: Problem, y: Tensors, end: State, tape: Tape) -> None:
@@ -59,37 +62,59 @@ class ReplayGradient(GradientMethod):
 class _Replay(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, method: ReplayGradient, problem: Problem, *inputs: Tensor | None) -> Tensors:
-        y, end, tape = forward(problem, arithmetic=method.arithmetic, tape=method.tape(problem))
-        method.judge_forward(problem, y, end, tape)
+        results, end, tape = forward(problem, arithmetic=method.arithmetic, tape=method.tape(problem))
+        outlet = problem.outlet
+        method.judge_forward(problem, outlet.states(results), end, tape)
         ctx.set_materialize_grads(False)
         ctx.method, ctx.events, ctx.stats = method, tape.events, problem.stats
+        ctx.times, ctx.outlet = problem.times, outlet.without_tensors()
         ctx.field, ctx.solver = problem.field.without_tensors(), problem.solver
         mementos = [end.put_away(), *tape.kept]
         ctx.forms = [(len(memento.tensors), memento.form) for memento in mementos]
         fixed = problem.field.fixed
-        ctx.n_times, ctx.sizes = len(problem.times), (1, len(problem.z0), len(problem.field.theta), len(fixed))
+        ctx.sizes = 1, len(problem.z0), len(problem.field.theta), len(outlet.theta), len(fixed)
         ctx.save_for_backward(*inputs, *fixed, *(x for memento in mementos for x in memento.tensors))
-        return y
+        return results
 
     @staticmethod
-    def backward(ctx: Any, *grad_y: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         method: ReplayGradient = ctx.method
         refuse_double_backward(type(method).__name__)
         saved = iter(ctx.saved_tensors)
-        t, z0, theta, fixed = (tuple(islice(saved, size)) for size in ctx.sizes)
+        t, z0, theta, observer, fixed = (tuple(islice(saved, size)) for size in ctx.sizes)
         # Detached: an f that calls y.requires_grad_() leaves its mark.
         end, *kept = (Memento(tuple(x.detach() for x in islice(saved, size)), form) for size, form in ctx.forms)
         f = ctx.field.with_tensors(theta, fixed, wants_t=ctx.needs_input_grad[2])
+        outputs = Outputs(ctx.outlet.with_tensors(observer, f.wants_t), ctx.times, grads)
         state = method.arithmetic.restore(end)
-        way = Way(f, ctx.solver, tuple(z.detach() for z in z0), grad_y, method.inverts, method.reruns)
-        # Gradients for f; nothing else here requires one.
-        with f.surroundings.backward_pass(), torch.enable_grad(), without_hooks(theta):
-            _, a = way.back(ctx.events, kept, state, Cotangent.zero(state, len(theta), ctx.n_times))
+        way = Way(f, ctx.solver, tuple(z.detach() for z in z0), outputs, method.inverts, method.reruns)
+        # Gradients for f and the observer; nothing else here requires one.
+        with f.surroundings.backward_pass(), outputs.outlet.backward_pass(), torch.enable_grad():
+            with without_hooks((*theta, *observer)):
+                _, a = way.back(ctx.events, kept, state, way.nothing(state))
         ctx.stats.n_evals_backward, ctx.stats.n_vjps, ctx.stats.n_reruns = f.n_evals, f.n_vjps, way.n_reruns
         if method.inverts:
             ctx.stats.reconstruction_error = way.drift
         method.judge_backward(way.drift, way.limit, way.n_reruns)
-        return (None, None, torch.stack([f.time(x) for x in a.times]).to(t[0]) if f.wants_t else None, *a.sums)
+        a_t = torch.stack([f.time(x) for x in a.times]).to(t[0]) if f.wants_t else None
+        return (None, None, a_t, *a.sums, *a.observer)
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """The output times, from behind."""
+
+    outlet: Outlet
+    times: Sequence[float]
+    grads: Sequence[Tensor | None]  # dL/d(results)
+
+    def pull(self, k: int, z: Tensors, a: Cotangent) -> Sequence[Tensor | None]:
+        """dL/dy[k]; what else depends on it goes into `a`."""
+        a_z, a_observer, a_t = self.outlet.pull(self.times[k], z, k, self.grads)
+        accumulate(a.observer, a_observer)
+        if a_t is not None:
+            a.times[k] = a.times[k] + a_t
+        return a_z
 
 
 @dataclass
@@ -99,11 +124,14 @@ class Way:
     f: Field
     solver: Solver
     z0: Tensors
-    grad_y: Sequence[Tensor | None]
+    outputs: Outputs
     compares: bool
     reruns: bool
     drift: float = 0.0
     n_reruns: int = 0
+
+    def nothing(self, state: State) -> Cotangent:
+        return Cotangent.zero(state, len(self.f.theta), len(self.outputs.outlet.theta), len(self.outputs.times))
 
     @property
     def limit(self) -> float:
@@ -124,21 +152,20 @@ class Way:
             after, end = state.fork(), i
             aside = a.set_aside() if self.reruns and not a.is_new else None
             a.is_new = False
-            state = walk(self.f, self.solver, segment, kept, state, a, self.grad_y)
+            state = walk(self.f, self.solver, segment, kept, state, a, self.outputs)
             if head.before is not None:
                 truth = state.back_to(kept[head.before])
             else:
                 truth = state.of(self.z0)
             start = self._renewed(head, truth, a) if isinstance(head, Refresh) else truth
             if self.compares and not self._trusts(state, start, after, segment):
-                a = aside or Cotangent.zero(state, len(self.f.theta), len(a.times))
-                a = self._again(segment, start, after, a)
+                a = self._again(segment, start, after, aside or self.nothing(state))
                 if isinstance(head, Refresh):
                     self._renewed(head, truth, a)
             elif aside:
                 a.take_back(aside)
             state = truth
-        return walk(self.f, self.solver, events[:end], kept, state, a, self.grad_y), a
+        return walk(self.f, self.solver, events[:end], kept, state, a, self.outputs), a
 
     def _renewed(self, head: Refresh, before: State, a: Cotangent) -> State:
         """Pull `a` back over a refresh; the state that it made."""
@@ -188,7 +215,7 @@ def walk(
     kept: Sequence[Memento],
     state: State,
     a: Cotangent,
-    grad_y: Sequence[Tensor | None],
+    outputs: Outputs,
 ) -> State:
     """Pull dL/dy back over a slice of the tape without renewals: the state at its start. Works on `a` in place."""
     inside: list[Inside] = []
@@ -204,11 +231,11 @@ def walk(
                 a.t0, a.t1, a.inside = 0.0, 0.0, ()
             inside = []
         elif isinstance(event, Output):
-            slices = [None if g is None else g[event.k] for g in grad_y]
             if event.inside is not None:
-                inside.append(Inside(event.k, event.inside, slices))
+                inside.append(Inside(event.k, event.inside, partial(outputs.pull, event.k, a=a)))
             else:
-                accumulate(a.z, slices)
+                z = () if outputs.outlet.keeps else state.point
+                accumulate(a.z, outputs.pull(event.k, z, a))
         elif isinstance(event, Rescale):
             assert event.lost is not None
             state = state.unscaled(event.bits, kept[event.lost])

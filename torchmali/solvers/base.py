@@ -28,10 +28,18 @@ class Attempt(NamedTuple):
 class Cotangent:
     """a = dL/d(z, v) and what has been summed up on the way back. Worked on in place."""
 
-    def __init__(self, z: Sequence[Tensor], v: Sequence[Tensor], theta: Sequence[Tensor | None], times: Sequence[Time]):
+    def __init__(
+        self,
+        z: Sequence[Tensor],
+        v: Sequence[Tensor],
+        theta: Sequence[Tensor | None],
+        observer: Sequence[Tensor | None],
+        times: Sequence[Time],
+    ):
         self.z, self.v = list(z), list(v)
         # dL/dz and dL/dtheta; None until f is seen to depend on it.
         self.sums: list = [*self.z, *theta]
+        self.observer = list(observer)  # dL/d(parameters of the observer)
         self.times = list(times)  # dL/dt of the output times
         self.t0: Time = 0.0  # dL/dt0 and dL/dt1 of the step that was pulled back last,
         self.t1: Time = 0.0
@@ -39,9 +47,9 @@ class Cotangent:
         self.is_new = False  # nothing has been pulled back yet
 
     @staticmethod
-    def zero(state: State, n_theta: int, n_times: int) -> Cotangent:
+    def zero(state: State, n_theta: int, n_observer: int, n_times: int) -> Cotangent:
         z, v = ([torch.zeros_like(x) for x in leaves] for leaves in (state.point, state.slope))
-        a = Cotangent(z, v, [None] * n_theta, [0.0] * n_times)
+        a = Cotangent(z, v, [None] * n_theta, [None] * n_observer, [0.0] * n_times)
         a.is_new = True
         return a
 
@@ -50,19 +58,23 @@ class Cotangent:
         return self.sums[len(self.z) :]
 
     def set_aside(self) -> Cotangent:
-        """A copy from which to try again. It takes the sums of theta along: here they begin anew."""
+        """A copy from which to try again. It takes the sums of parameters along: here they begin anew."""
         z, v = ([x.clone() for x in leaves] for leaves in (self.z, self.v))
-        copy = Cotangent(z, v, self.theta, self.times)
+        copy = Cotangent(z, v, self.theta, self.observer, self.times)
         self.sums = [*self.z, *[None] * len(self.theta)]
+        self.observer = [None] * len(self.observer)
         return copy
 
     def take_back(self, copy: Cotangent) -> None:
-        """Add the sums of theta that were set aside."""
+        """Add the sums of parameters that were set aside."""
         accumulate(self.sums, [*[None] * len(self.z), *copy.theta])
+        accumulate(self.observer, copy.observer)
 
 
-def accumulate(total: list, grads: list, scale: float = 1.0) -> None:
+def accumulate(total: list, grads: Any, scale: float = 1.0) -> None:
     """total += scale * grads, with gaps in both. Keeps no tensor of grads: it may be shared."""
+    if not grads:
+        return
     try:
         torch._foreach_add_(total, grads, alpha=scale)
     except TypeError:  # there is a gap
@@ -72,11 +84,11 @@ def accumulate(total: list, grads: list, scale: float = 1.0) -> None:
 
 
 class Inside(NamedTuple):
-    """An output read from the interpolant of a step, with its dL/dy."""
+    """An output read from the interpolant of a step."""
 
     k: int
     t: Any
-    a: Sequence[Tensor | None]
+    pull: Callable[[Tensors], Sequence[Tensor | None]]  # from y to dL/dy
 
 
 class Passed(NamedTuple):

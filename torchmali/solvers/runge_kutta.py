@@ -123,7 +123,7 @@ class RungeKutta(Solver):
             ys, _ = self.interpolate(f, t0, t1, local, attempt, times)
             for y, output in zip(ys, inside, strict=True):
                 outputs += y
-                grads += output.a
+                grads += output.pull(y)
         moving: list = [t0, t1, *times] if f.wants_t else []
         g: list = f.vjp(outputs, [*z, *f.theta, *moving], grads, self.tableau.n_stages + bool(inside))
         n = len(z) + len(f.theta)

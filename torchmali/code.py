@@ -1,0 +1,66 @@
+"""A solution as integers, and the way from it back to where it began, to the last bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from torchmali.field import Field
+from torchmali.grid import Grid
+from torchmali.solution import NonRepeatableField, require
+from torchmali.solvers.base import ReversibleSolver, Solver
+from torchmali.state import Memento, State, Structure
+from torchmali.tape import Event, Refresh, Rescale, Step, Tape
+
+
+@dataclass(frozen=True)
+class Code:
+    """What `solve_back` needs beside f: it can be pickled, and sent to another process."""
+
+    end: Memento  # z and v at the last time as integers, and the exponents of their spacing
+    events: Sequence[Event]  # the steps, and where v was renewed or the grid moved
+    kept: Sequence[Memento]  # the bits that fell off where the grid moved, and v before it was renewed
+    solver: ReversibleSolver
+    grid: type[State]
+    structure: Structure
+    args: tuple
+
+    @staticmethod
+    def of(end: State, tape: Tape, solver: Solver, structure: Structure, args: tuple) -> Code:
+        assert isinstance(end, Grid) and isinstance(solver, ReversibleSolver)
+        args = tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, args)
+        return Code(end.put_away(), tape.events, tape.kept, solver, type(end), structure, args)
+
+    def unwind(self, func: Callable) -> State:
+        """The state at the start."""
+        state: State = self.grid.restore(self.end)
+        f = Field(func, state.point, self.structure, self.args, [])
+        with torch.no_grad(), f.surroundings.forward_pass():
+            for event in reversed(self.events):
+                if isinstance(event, Step):
+                    state = self.solver.inverse(f.as_in_backward, event.t0, event.t1, state)
+                elif isinstance(event, Rescale):
+                    assert event.lost is not None
+                    state = state.unscaled(event.bits, self.kept[event.lost])
+                elif isinstance(event, Refresh) and event.before is not None:
+                    state = state.back_to(self.kept[event.before])
+                elif isinstance(event, Refresh):
+                    # The start: v is f(t, z) there, if nothing went wrong.
+                    begun = self.solver.renew(f.as_in_backward, event.t, state, None)
+                    what = (
+                        "This code was not made with this f: the way back does not end in a state with v = f(t, y). f "
+                        "must be the very same function: weights, modes and buffers, dtype, device, autocast, and no "
+                        "random numbers drawn inside it."
+                    )
+                    require(state.distance(begun, begun, 0.0) == 0, what, NonRepeatableField)
+        return state
+
+
+def solve_back(func: Callable, code: Code) -> Any:
+    """y0 of the solve that made this code (`solve(..., return_code=True)`), to the last bit of its integer grid."""
+    return code.structure.rebuild(code.unwind(func).point)

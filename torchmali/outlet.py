@@ -1,0 +1,211 @@
+"""What becomes of y at the output times: it is kept, or observed and let go."""
+
+from __future__ import annotations
+
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchmali.field import Field
+from torchmali.solution import InvalidField, require
+from torchmali.state import Structure, Tensors, Time
+
+
+class Pulled(NamedTuple):
+    """What dL/dresults makes of one output time."""
+
+    z: Sequence[Tensor | None]  # dL/dy
+    theta: Sequence[Tensor | None] = ()  # dL/d(parameters of the observer)
+    t: Tensor | None = None  # dL/dt, for the t that the observer sees
+
+
+class Outlet(ABC):
+    theta: Sequence[Tensor] = ()  # what may get a gradient here
+    keeps: bool  # every y
+
+    @abstractmethod
+    def show(self, t: Time, z: Tensors, k: int) -> Tensors:
+        """What there is to collect of y[k] = z, differentiably."""
+
+    @abstractmethod
+    def gather(self, shown: Sequence[Tensors]) -> Tensors:
+        """The results, from what was shown at each output time."""
+
+    @abstractmethod
+    def emit(self, t: Time, z: Tensors, k: int) -> None:
+        """The same without a graph and without a list: take y[k] in."""
+
+    @property
+    @abstractmethod
+    def results(self) -> Tensors:
+        """Of all that was emitted."""
+
+    @abstractmethod
+    def pull(self, t: Time, z: Tensors, k: int, grads: Sequence[Tensor | None]) -> Pulled:
+        """Back from dL/dresults to y[k] = z."""
+
+    def states(self, results: Tensors) -> Tensors:
+        """Those of the results that are states, time first."""
+        return results
+
+    def without_tensors(self) -> Outlet:
+        """For the backward pass."""
+        return self
+
+    def with_tensors(self, theta: Sequence[Tensor], wants_t: bool) -> Outlet:
+        return self
+
+    def backward_pass(self) -> AbstractContextManager:
+        """Around calls of `pull`."""
+        return nullcontext()
+
+
+class Kept(Outlet):
+    """y at all times, time first."""
+
+    keeps = True
+
+    def __init__(self, n: int):
+        self.n, self.y = n, ()
+
+    def show(self, t: Time, z: Tensors, k: int) -> Tensors:
+        return z
+
+    def gather(self, shown: Sequence[Tensors]) -> Tensors:
+        return tuple(torch.stack(leaf) for leaf in zip(*shown, strict=True))
+
+    def emit(self, t: Time, z: Tensors, k: int) -> None:
+        # Written in place as they come: no list of states beside the result.
+        self.y = self.y or tuple(_room_for(self.n, leaf) for leaf in z)
+        for whole, part in zip(self.y, z, strict=True):
+            whole[k] = part
+
+    @property
+    def results(self) -> Tensors:
+        return self.y
+
+    def pull(self, t: Time, z: Tensors, k: int, grads: Sequence[Tensor | None]) -> Pulled:
+        return Pulled([None if g is None else g[k] for g in grads])
+
+    def without_tensors(self) -> Outlet:
+        return Kept(self.n)
+
+
+class Observed(Outlet):
+    """The sum of observe(t, y) over the output times, and y at the last one."""
+
+    keeps = False
+
+    def __init__(self, observer: Observer, n: int):
+        self.observer, self.n, self.theta = observer, n, observer.theta
+        self.sum: tuple[Tensor, Tensor] | None = None  # and by how much it is too large
+        self.end: Tensors = ()
+
+    def show(self, t: Time, z: Tensors, k: int) -> Tensors:
+        return (*self.observer.at(t, z, k), *z)
+
+    def gather(self, shown: Sequence[Tensors]) -> Tensors:
+        self.observer.surroundings.move_on()
+        values, *_ = zip(*shown, strict=True)
+        return torch.stack(values).sum(0), *(leaf.unsqueeze(0) for leaf in shown[-1][1:])
+
+    def emit(self, t: Time, z: Tensors, k: int) -> None:
+        (value,) = self.observer.at(t, z, k)
+        # Kahan's sum: 100,000 terms in float32 would lose four digits.
+        before, excess = self.sum or (torch.zeros_like(value), torch.zeros_like(value))
+        value = value - excess
+        total = before + value
+        self.sum = total, (total - before) - value
+        if k == self.n - 1:
+            self.end = tuple(leaf.clone().unsqueeze(0) for leaf in z)
+
+    @property
+    def results(self) -> Tensors:
+        assert self.sum is not None
+        self.observer.surroundings.move_on()
+        return self.sum[0], *self.end
+
+    def pull(self, t: Time, z: Tensors, k: int, grads: Sequence[Tensor | None]) -> Pulled:
+        grad, *ends = grads
+        a = [g[0] if k == self.n - 1 and g is not None else None for g in ends]
+        if grad is None:
+            return Pulled(a)
+        g, theta, g_t = self.observer.gradients_at(t, z, k, grad)
+        a = [x if y is None else y if x is None else x + y for x, y in zip(a, g, strict=True)]
+        return Pulled(a, theta, g_t)
+
+    def states(self, results: Tensors) -> Tensors:
+        return results[1:]
+
+    def without_tensors(self) -> Outlet:
+        observer = self.observer.without_tensors()
+        assert isinstance(observer, Observer)
+        return Observed(observer, self.n)
+
+    def with_tensors(self, theta: Sequence[Tensor], wants_t: bool) -> Outlet:
+        observer = self.observer.with_tensors(theta, (), wants_t)
+        assert isinstance(observer, Observer)
+        return Observed(observer, self.n)
+
+    def backward_pass(self) -> AbstractContextManager:
+        return self.observer.surroundings.backward_pass()
+
+
+class Observer(Field):
+    """observe(t, y), or observe(t, y, k), with its parameters and surroundings."""
+
+    def __init__(self, func: Callable, z0: Tensors, structure: Structure):
+        super().__init__(func, z0, structure, (), None)
+        self.takes_k = _n_required(func) == 3
+        self.kind: Any = None  # shape and dtype of what it returns
+
+    def at(self, t: Time, z: Tensors, k: int) -> Tensors:
+        self.args = (k,) if self.takes_k else ()
+        with self.surroundings.apart():
+            return self(t, z)
+
+    def gradients_at(
+        self, t: Time, z: Tensors, k: int, a: Tensor
+    ) -> tuple[Sequence[Tensor | None], Sequence[Tensor | None], Tensor | None]:
+        """a^T d(observe)/d(z, theta, t)."""
+        self.args = (k,) if self.takes_k else ()
+        _, g, g_t = self.linearize(t, z, [a])
+        return g[: len(z)], g[len(z) :], g_t
+
+    def __call__(self, t: Time, z: Tensors) -> Tensors:
+        if self.needs_care:
+            return self._evaluate_with_care(t, z)
+        value = self.func(self.time(t), self.structure.rebuild(z), *self.args)
+        is_real = isinstance(value, Tensor) and value.is_floating_point()
+        got = value.dtype if isinstance(value, Tensor) else type(value).__name__
+        require(is_real, f"observe must return a tensor of real numbers, to be summed; got {got}.", InvalidField)
+        if self.surroundings.is_cast and value.dtype in (torch.bfloat16, torch.float16):
+            value = value.float()
+        self.kind = self.kind or (value.shape, value.dtype)
+        what = (
+            f"observe must return the same shape and dtype at all times, to be summed; first {tuple(self.kind[0])}, "
+            f"{self.kind[1]}, now {tuple(value.shape)}, {value.dtype}."
+        )
+        require((value.shape, value.dtype) == self.kind, what, InvalidField)
+        return (value,)
+
+
+def _room_for(n: int, z: Tensor) -> Tensor:
+    """For n tensors like z, each in z's memory format."""
+    strides = torch.empty_like(z, device="meta").stride()
+    return z.new_empty_strided((n, *z.shape), (max(1, z.numel()), *strides))
+
+
+def _n_required(func: Callable) -> int:
+    """How many arguments it cannot do without."""
+    try:
+        parameters = inspect.signature(getattr(func, "forward", func)).parameters.values()
+    except (TypeError, ValueError):
+        return 2
+    positional = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+    return sum(p.kind in positional and p.default is inspect.Parameter.empty for p in parameters)

@@ -1,0 +1,239 @@
+"""Continuous normalising flows: densities by the change of variables along an ODE."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from torchmali.code import Code, solve_back
+from torchmali.controllers import AdaptiveStep, StepController
+from torchmali.gradients.base import GradientMethod
+from torchmali.gradients.mali import MALI
+from torchmali.odeint import solve
+from torchmali.solution import InvalidField, InvalidState, Stats, require, short_repr
+from torchmali.solvers.base import Solver
+from torchmali.solvers.leapfrog import ALF
+
+
+def rademacher(x: Tensor) -> Tensor:
+    """1 or -1, each with probability 1/2: of all noise, the one with the smallest variance of the estimated trace."""
+    return torch.empty_like(x).bernoulli_(0.5).mul_(2).sub_(1)
+
+
+def gaussian(x: Tensor) -> Tensor:
+    return torch.randn_like(x)
+
+
+class Trace(ABC):
+    """How tr(df/dx), the rate at which the flow expands, is found."""
+
+    @abstractmethod
+    def draw(self, x: Tensor) -> Tensor | None:
+        """The noise for one call of the flow."""
+
+    @abstractmethod
+    def of(self, u: Tensor, x: Tensor, noise: Tensor | None, keeps: bool) -> tuple[Tensor, Tensor]:
+        """tr J and |J|^2, J = du/dx, of each sample: (batch,). keeps: with a graph."""
+
+
+@dataclass(frozen=True, repr=False)
+class Hutchinson(Trace):
+    """tr J = E[e^T J e] and |J|^2 = E[|e^T J|^2], by one vector-Jacobian product with noise e.
+
+    e is drawn once per call of the flow and is the same throughout its solve and backward pass, or f would be no
+    function. noise: what draws it, `rademacher` or `gaussian`, or another function of x with mean 0 and variance 1.
+    """
+
+    noise: Callable[[Tensor], Tensor] = rademacher
+
+    def draw(self, x: Tensor) -> Tensor:
+        return self.noise(x)
+
+    def of(self, u: Tensor, x: Tensor, noise: Tensor | None, keeps: bool) -> tuple[Tensor, Tensor]:
+        assert noise is not None
+        g = _vjp(u, x, noise, keeps)
+        return _per_sample(g * noise), _per_sample(g.square())
+
+    def __repr__(self) -> str:
+        return f"Hutchinson({self.noise.__name__})"
+
+
+@dataclass(frozen=True, repr=False)
+class ExactTrace(Trace):
+    """By one vector-Jacobian product for each dimension of x."""
+
+    __repr__ = short_repr
+
+    def draw(self, x: Tensor) -> None:
+        return None
+
+    def of(self, u: Tensor, x: Tensor, noise: Tensor | None, keeps: bool) -> tuple[Tensor, Tensor]:
+        what = "ExactTrace() needs no noise: leave it out, or use trace=Hutchinson()."
+        require(noise is None, what)
+        trace = square = x.new_zeros(len(x))
+        for i in range(math.prod(x.shape[1:])):
+            unit = torch.zeros_like(u)
+            unit.flatten(1)[:, i] = 1
+            g = _vjp(u, x, unit, keeps)
+            trace, square = trace + g.flatten(1)[:, i], square + _per_sample(g.square())
+        return trace, square
+
+
+def _vjp(u: Tensor, x: Tensor, a: Tensor, keeps: bool) -> Tensor:
+    if not u.requires_grad:  # a constant
+        return torch.zeros_like(x)
+    (g,) = torch.autograd.grad(u, x, a, create_graph=keeps, retain_graph=True, allow_unused=True)
+    return torch.zeros_like(x) if g is None else g
+
+
+def _per_sample(x: Tensor) -> Tensor:
+    return x.flatten(1).sum(1)
+
+
+class Flow(NamedTuple):
+    """Where a flow took x, and what was integrated on the way; of shape (batch,) but for z."""
+
+    z: Tensor
+    log_det: Tensor  # log |det dz/dx|
+    kinetic: Tensor | None = None  # 1/2 the mean over dimensions of f^2
+    jacobian: Tensor | None = None  # the mean over dimensions of |df/dx|^2
+    code: Code | None = None  # the integer end state
+
+
+class CNF(nn.Module):
+    """A flow from data x at t[0] to normal noise z at t[1], where dx/dt = func(t, x, *args), with its density.
+
+    log p(x) = log N(z) + integral of tr(df/dx) dt. trace: `Hutchinson()` (unbiased for the log-density, one
+    vector-Jacobian product) or `ExactTrace()`. kinetic, jacobian: also integrate the regularisers of RNODE (Finlay et
+    al., 2020); the step size does not look at them. `last_stats`: see `ODEBlock`.
+    """
+
+    last_stats: Stats | None
+
+    def __init__(
+        self,
+        func: Callable,
+        t: Sequence[float] | Tensor = (0.0, 1.0),
+        *,
+        trace: Trace = Hutchinson(),  # noqa: B008 (these, solvers, controllers and gradient methods are immutable values)
+        kinetic: bool = False,
+        jacobian: bool = False,
+        solver: Solver = ALF(order=4),  # noqa: B008
+        controller: StepController = AdaptiveStep(1e-4, 1e-5),  # noqa: B008
+        gradient: GradientMethod = MALI(),  # noqa: B008
+    ):
+        super().__init__()
+        require(isinstance(trace, Trace), f"trace={trace!r}: give Hutchinson() or ExactTrace().")
+        require(len(t) == 2, f"t must be the start and the end of the flow; got {len(t)} times.")
+        self.func, self.trace, self.kinetic, self.jacobian = func, trace, kinetic, jacobian
+        self.t = tuple(t.tolist()) if isinstance(t, Tensor) and not isinstance(t, nn.Parameter) else t
+        self.solver, self.controller, self.gradient = solver, controller, gradient
+        self.last_stats = None
+
+    def forward(self, x: Tensor, *args: Any, noise: Tensor | None = None, return_code: bool = False) -> Flow:
+        """x: (batch, ...). noise: of the trace, like x; by default it is drawn here, once.
+
+        return_code: also return the integer end state (the solve then runs on integers), from which `inverse` gets x
+        to the last bit.
+        """
+        if torch.is_inference_mode_enabled():  # the trace is a derivative, even where nobody differentiates it
+            with torch.inference_mode(False), torch.no_grad():
+                x, noise, args = tree_map(lambda y: y.clone() if isinstance(y, Tensor) else y, (x, noise, args))
+                return self.forward(x, *args, noise=noise, return_code=return_code)
+        x, noise = self._checked(x, noise)
+        gradient = self.gradient
+        if return_code and not gradient.on_integers:
+            gradient = MALI(exact="int64")
+        n_regularisers = self.kinetic + self.jacobian
+        y0 = (x if x.requires_grad else x.detach(), *(x.new_zeros(len(x)) for _ in range(1 + n_regularisers)))
+        how: dict[str, Any] = {"solver": self.solver, "controller": self._for_leaves(n_regularisers)}
+        solution = solve(
+            self._slope(), y0, self.t, **how, gradient=gradient, args=(noise, args), return_code=return_code
+        )
+        self.last_stats = solution.stats
+        z, log_det, *rest = (leaf[-1] for leaf in solution.y)
+        kinetic = rest.pop(0) if self.kinetic else None
+        return Flow(z, log_det, kinetic, rest.pop() if self.jacobian else None, solution.code)
+
+    def _checked(self, x: Tensor, noise: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        what = f"x has shape {tuple(x.shape)}: a flow needs (batch, ...). For numbers: x.unsqueeze(1)."
+        require(x.ndim >= 2, what, InvalidState)
+        if noise is None:
+            return x, self.trace.draw(x.detach())
+        what = (
+            f"noise must be like x: x has shape {tuple(x.shape)}, {x.dtype}; got {tuple(noise.shape)}, {noise.dtype}."
+        )
+        require((noise.shape, noise.dtype) == (x.shape, x.dtype), what, InvalidState)
+        return x, noise
+
+    def _slope(self) -> Callable:
+        return partial(_slope, self.func, self.trace, (self.kinetic, self.jacobian))
+
+    def _for_leaves(self, n_regularisers: int) -> StepController:
+        controller = self.controller
+        if not isinstance(controller, AdaptiveStep) or not n_regularisers:
+            return controller
+        free = (math.inf,) * n_regularisers
+        rtol, atol = (x if isinstance(x, tuple) else (x, x, *free) for x in (controller.rtol, controller.atol))
+        return replace(controller, rtol=rtol, atol=atol)
+
+    def inverse(self, z: Tensor | Code, *args: Any) -> Tensor:
+        """x, from the code of `forward` to the last bit, or from z by a solve in the other direction.
+
+        The code leads back exactly: it has the bits that rounding took from z, and v, which a solve from z alone has to
+        begin anew as f(t, z). So from z, x is as accurate as both solves together: about the controller's tolerance.
+        """
+        if isinstance(z, Code):
+            return solve_back(self._slope(), z)[0]
+        how: dict[str, Any] = {"solver": self.solver, "controller": self.controller, "gradient": self.gradient}
+        t = self.t.flip(0) if isinstance(self.t, Tensor) else tuple(reversed(self.t))
+        return solve(self.func, z, t, **how, args=args).y[-1]
+
+    def log_prob(self, x: Tensor, *args: Any, noise: Tensor | None = None) -> Tensor:
+        """log p(x), (batch,), under a standard normal z. With Hutchinson's trace an unbiased estimate."""
+        flow = self.forward(x, *args, noise=noise)
+        d = math.prod(x.shape[1:])
+        return flow.log_det - 0.5 * _per_sample(flow.z.square()) - 0.5 * d * math.log(2 * math.pi)
+
+    def sample(self, shape: Sequence[int], *args: Any, temperature: float = 1.0) -> Tensor:
+        """x from z ~ N(0, temperature^2), shape: (batch, ...), on the device of the parameters."""
+        like = next(self.parameters(), torch.empty(()))
+        return self.inverse(temperature * torch.randn(*shape, dtype=like.dtype, device=like.device), *args)
+
+    def extra_repr(self) -> str:
+        t = "learned" if isinstance(self.t, nn.Parameter) else f"({', '.join(f'{x:g}' for x in self.t)})"
+        extra = "".join(f", {name}=True" for name in ("kinetic", "jacobian") if getattr(self, name))
+        how = f"solver={self.solver}, controller={self.controller}, gradient={self.gradient}"
+        return f"t={t}, trace={self.trace}{extra}, {how}"
+
+
+def _slope(
+    func: Callable,
+    trace: Trace,
+    wanted: tuple[bool, bool],
+    t: Tensor,
+    y: tuple[Tensor, ...],
+    noise: Tensor | None,
+    args: tuple,
+) -> tuple[Tensor, ...]:
+    """The rates of x, log_det and the regularisers that are wanted."""
+    keeps = torch.is_grad_enabled()  # else the trace needs a graph of f, but none of itself
+    with torch.enable_grad():
+        # The very tensor: a new leaf would look like one that was forgotten.
+        x = y[0].requires_grad_() if keeps else y[0].detach().requires_grad_()
+        u = func(t, x, *args)
+        what = f"func must return dx/dt like x, of shape {tuple(x.shape)}; got {tuple(u.shape)}."
+        require(u.shape == x.shape, what, InvalidField)
+        rate, square = trace.of(u, x, noise, keeps)
+    u = u if keeps else u.detach()
+    kinetic, jacobian = wanted
+    energy = [0.5 * u.flatten(1).square().mean(1)] if kinetic else []
+    return u, rate, *energy, *([square / math.prod(x.shape[1:])] if jacobian else [])

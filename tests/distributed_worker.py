@@ -111,6 +111,34 @@ def sharded_inside(rank: int) -> None:
         raise AssertionError("sharded parameters passed")
 
 
+def synchronised(rank: int) -> None:
+    """SyncBatchNorm itself runs on GPUs alone: what is refused is refused before it is called."""
+    fixed, patient, steady = tm.FixedStep(0.1), tm.ALF(refresh="never"), tm.MALI(checkpoint_every=None)
+    for solver, controller, gradient, remedies in [
+        (tm.ALF(), fixed, steady, ['ALF() (use refresh="never"']),
+        (patient, tm.AdaptiveStep(1e-3), steady, ["AdaptiveStep (use FixedStep(h))"]),
+        (patient, fixed, tm.MALI(), ["MALI() (use MALI(checkpoint_every=None), or ACA())"]),
+        (patient, fixed, tm.MALI(exact=True), ["MALI(exact=True) (use MALI(checkpoint_every=None)"]),
+        (patient, fixed, tm.Adjoint(tm.Dopri5(), tm.AdaptiveStep(1e-4)), ["AdaptiveStep (use FixedStep(h))"]),
+        (tm.ALF(), tm.AdaptiveStep(1e-3), tm.MALI(), ["FixedStep(h)", 'refresh="never"', "checkpoint_every=None"]),
+        (patient, fixed, steady, []),
+        (tm.ALF(refresh=5), fixed, tm.ACA(), []),
+        (tm.RK4(), fixed, tm.Adjoint(), []),
+    ]:
+        net = model({"solver": solver, "controller": controller, "gradient": gradient}, True)
+        net = nn.SyncBatchNorm.convert_sync_batchnorm(net)
+        error: Any = None
+        try:
+            net(parts()[rank])
+        except (tm.Incompatible, ValueError) as raised:
+            error = raised
+        if remedies:
+            assert isinstance(error, tm.Incompatible) and all(text in str(error) for text in remedies), error
+        else:
+            assert not isinstance(error, tm.SolverError) and "to be on" in str(error), error
+        net.eval()(parts()[rank])  # waits for nobody
+
+
 def work(rank: int, port: int) -> None:
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
@@ -119,5 +147,6 @@ def work(rank: int, port: int) -> None:
         same_as_one_process(rank)
         in_training(rank)
         sharded_inside(rank)
+        synchronised(rank)
     finally:
         dist.destroy_process_group()

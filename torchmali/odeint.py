@@ -109,6 +109,12 @@ def solve(
     got = type(args).__name__
     require(isinstance(args, tuple), f"args must be a tuple of further arguments of f, as in args=(x,); got a {got}.")
     field = Field(func, z0, structure, args, params, buffers)
+    unsteady = gradient.unsteady(solver, controller) if field.surroundings.synchronises else []
+    what = (
+        "A SyncBatchNorm in f makes each evaluation wait for the same one in all processes, but with "
+        f"{', with '.join(unsteady)} their number depends on the data of each process: they would wait forever."
+    )
+    require(not unsteady, what, Incompatible)
     outlet = Kept(len(times)) if observe is None else Observed(Observer(observe, z0, structure), len(times))
     wants_t = t_out.requires_grad
     problem = Problem(field, z0, times, t_out if wants_t else None, solver, controller, outlet, Stats(), return_code)

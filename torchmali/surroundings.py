@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchmali.solution import InvalidField, NonRepeatableField, require
@@ -92,6 +93,13 @@ class Surroundings:
     def is_active(self) -> bool:
         """Whether there is something to do around each evaluation."""
         return self.draws or self.is_cast or (self.freezes and bool(self.changing))
+
+    @property
+    def synchronises(self) -> bool:
+        """Whether an evaluation waits for the same evaluation in other processes."""
+        norms = [m for m in self.modules if isinstance(m, nn.SyncBatchNorm) and m.training]
+        is_parallel = dist.is_available() and dist.is_initialized()
+        return is_parallel and any(dist.get_world_size(norm.process_group) > 1 for norm in norms)
 
     @contextlib.contextmanager
     def first_evaluation(self) -> Iterator[None]:

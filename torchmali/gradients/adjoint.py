@@ -40,6 +40,10 @@ class Adjoint(GradientMethod):
         super().check(solver, controller)
         (self.controller or controller).check(self.solver or solver)
 
+    def unsteady(self, solver: Solver, controller: StepController) -> list[str]:
+        back = super().unsteady(self.solver or solver, self.controller or controller)
+        return list(dict.fromkeys([*super().unsteady(solver, controller), *back]))
+
     def solve(self, problem: Problem) -> Tensors:
         if not problem.wants_gradient:
             return forward(problem)[0]

@@ -76,6 +76,13 @@ class GradientMethod(ABC):
         """Raise if this method cannot differentiate this solver's steps."""
         controller.check(solver)
 
+    def unsteady(self, solver: Solver, controller: StepController) -> list[str]:
+        """What lets the number of evaluations of f depend on the data, each with what to use in its place."""
+        found = [f"{type(controller).__name__} (use FixedStep(h))"] if controller.adaptive else []
+        if solver.renewal == "auto":
+            found.append(f'{solver} (use refresh="never", or a number of steps)')
+        return found
+
     @abstractmethod
     def solve(self, problem: Problem) -> Tensors:
         """What the outlet makes of the solution."""

@@ -80,6 +80,11 @@ class MALI(ReplayGradient):
     def arithmetic(self) -> type[State]:
         return Floats if not self.exact else WideGrid if self.exact == "int64" else Grid
 
+    def unsteady(self, solver: Solver, controller: StepController) -> list[str]:
+        again = self.reruns or self.on_integers  # segments that drifted, steps that left the grid
+        found = [f"{self} (use MALI(checkpoint_every=None), or ACA())"] if again else []
+        return [*super().unsteady(solver, controller), *found]
+
     @property
     def on_integers(self) -> bool:
         return bool(self.exact)

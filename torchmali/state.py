@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar
 
@@ -21,9 +21,6 @@ Tensors: TypeAlias = tuple[Tensor, ...]
 Leaves: TypeAlias = "tuple[Tensor, ...] | list[Tensor]"
 Time: TypeAlias = "float | Tensor"  # tensors only where autograd follows the times (Naive)
 S = TypeVar("S", bound="State")
-
-
-LISTS_AS_TUPLES = str.maketrans("[]", "()", ",")  # in a sketch
 
 
 @dataclass(frozen=True)
@@ -44,16 +41,32 @@ class Structure:
         try:
             return tuple(self.spec.flatten_up_to(tree))
         except ValueError:
-            wanted, found = sketch(self.rebuild("*" * self.spec.num_leaves)), sketch(tree)
-            if wanted.translate(LISTS_AS_TUPLES) == found.translate(LISTS_AS_TUPLES):
-                return tuple(pytree.tree_leaves(tree))
-            raise ValueError(f"{found} instead of {wanted}") from None
+            wanted = self.rebuild("*" * self.spec.num_leaves)
+        try:
+            return tuple(_aligned(tree, wanted))
+        except ValueError:
+            raise ValueError(f"{sketch(tree)} instead of {sketch(wanted)}") from None
 
     def rebuild(self, leaves: Sequence) -> Any:
         return pytree.tree_unflatten(leaves, self.spec)
 
     def __reduce__(self) -> tuple:
         return Structure.of, (self.rebuild(range(self.spec.num_leaves)),)  # a spec warns when it is unpickled
+
+
+def _aligned(tree: Any, wanted: Any) -> Iterator[Any]:
+    """The leaves of a tree in the order of another one."""
+    if isinstance(wanted, dict) and isinstance(tree, dict) and wanted.keys() == tree.keys():
+        pairs = [(tree[key], wanted[key]) for key in wanted]
+    elif isinstance(wanted, (tuple, list)) and isinstance(tree, (tuple, list)) and len(wanted) == len(tree):
+        pairs = list(zip(tree, wanted, strict=True))
+    elif wanted == "*" and not isinstance(tree, (dict, tuple, list)):
+        yield tree
+        return
+    else:
+        raise ValueError
+    for pair in pairs:
+        yield from _aligned(*pair)
 
 
 def sketch(tree: Any) -> str:

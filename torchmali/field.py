@@ -7,7 +7,7 @@ import copy
 import functools
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from torchmali.solution import InvalidField, require, warn
 from torchmali.state import Leaves, Structure, Tensors, Time
 from torchmali.surroundings import Surroundings
 
+F = TypeVar("F", bound="Field")
 # torch.autograd.grad without its checks of the arguments: they are a good part of the VJP of a small f.
 _run_backward = torch.autograd.Variable._execution_engine.run_backward
 
@@ -72,14 +73,14 @@ class Field:
         """The tensors among args that get no gradient."""
         return [self.arg_leaves[i] for i in self.fixed_slots]
 
-    def without_tensors(self) -> Field:
+    def without_tensors(self: F) -> F:
         """A copy without theta and `fixed`, to be kept until the backward pass."""
         field = copy.copy(self)
         leaves = [None if isinstance(x, Tensor) else x for x in self.arg_leaves]
         field.arg_leaves, field.args, field.theta = tuple(leaves), (), []
         return field
 
-    def with_tensors(self, theta: Sequence[Tensor], fixed: Sequence[Tensor], wants_t: bool) -> Field:
+    def with_tensors(self: F, theta: Sequence[Tensor], fixed: Sequence[Tensor], wants_t: bool) -> F:
         """A copy for one backward pass: theta and `fixed` as saved (args detached), counters at zero."""
         field = copy.copy(self)
         leaves = list(self.arg_leaves)

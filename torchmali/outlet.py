@@ -143,14 +143,10 @@ class Observed(Outlet):
         return results[1:]
 
     def without_tensors(self) -> Outlet:
-        observer = self.observer.without_tensors()
-        assert isinstance(observer, Observer)
-        return Observed(observer, self.n)
+        return Observed(self.observer.without_tensors(), self.n)
 
     def with_tensors(self, theta: Sequence[Tensor], wants_t: bool) -> Outlet:
-        observer = self.observer.with_tensors(theta, (), wants_t)
-        assert isinstance(observer, Observer)
-        return Observed(observer, self.n)
+        return Observed(self.observer.with_tensors(theta, (), wants_t), self.n)
 
     def backward_pass(self) -> AbstractContextManager:
         return self.observer.surroundings.backward_pass()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import pickle
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torchcde
@@ -247,7 +249,16 @@ def test_a_solution_is_that_of_torchcde_on_the_same_steps(kind, has_knots, h):
     net = model(control=ours, solver=tm.RK4ThreeEighths(), controller=tm.FixedStep(h), gradient=tm.ACA())
     path = theirs(coeffs, t)
     z0 = net.initial(path.evaluate(path.interval[0]))
-    how = {"adjoint": False, "method": "rk4", "options": {"step_size": h}}
+    options: Any = {"step_size": h}
+    if kind == "linear":  # our steps end on the knots, where the slope jumps
+
+        def grid(func, y0, t):
+            ends = [*path.grid_points.tolist()]
+            steps = [np.append(np.arange(a, b - 1e-9, h), b)[:-1] for a, b in itertools.pairwise(ends)]
+            return torch.tensor([*np.concatenate(steps), ends[-1]])
+
+        options = {"grid_constructor": grid}
+    how = {"adjoint": False, "method": "rk4", "options": options}
     expected: Any = torchcde.cdeint(path, net.func, z0, path.interval, **how)
     torch.testing.assert_close(net(coeffs, t), expected[..., -1, :], rtol=0, atol=1e-12)
 
@@ -262,6 +273,36 @@ def test_a_solution_is_that_of_torchcde_at_all_times():
     z = net(coeffs, t=times)
     assert z.shape == (3, 2, 3, HIDDEN)
     torch.testing.assert_close(z.movedim(0, -2), expected, rtol=0, atol=1e-5)  # 120 steps' errors, grown since
+
+
+@pytest.mark.parametrize("all_outputs", [False, True])
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"solver": tm.ALF(order=4), "controller": tm.FixedStep(0.03)},
+        {"solver": tm.Dopri5(), "controller": tm.AdaptiveStep(1e-6, 1e-8)},
+    ],
+)
+def test_steps_end_on_the_knots_of_a_linear_path(how, all_outputs):
+    """On irregular knots, with outputs in between, in both directions. With steps over the knots: errors of 0.1."""
+    t, x = uneven(12), 3 * series(12, (2,))
+    net = model(control=LinearControl, gradient=tm.ACA(), all_outputs=all_outputs, **how)
+    times = torch.tensor([float(t[0]), float(t[0] + t[-1]) / 2.7, float(t[-1])], dtype=torch.float64)
+    for span in (times, times.flip(0)):
+        found = net(x, t, t=span)
+        path = torchcde.LinearInterpolation(x, t)
+        z0 = net.initial(path.evaluate(span[0]))
+        way = {"adjoint": False, "method": "dopri5", "rtol": 1e-10, "atol": 1e-12, "options": {"jump_t": t}}
+        expected: Any = torchcde.cdeint(path, net.func, z0, span, **way)
+        expected = expected.movedim(-2, 0)
+        torch.testing.assert_close(found, expected if all_outputs else expected[-1], rtol=0, atol=2e-3)
+
+
+def test_times_that_float32_cannot_tell_apart_are_warned_of():
+    x, t = series(6, (2,)).float(), torch.arange(6.0, dtype=torch.float64) + 1e7
+    net = model().float()
+    with pytest.warns(tm.SolverWarning, match="Count t from its start"):
+        net(natural_cubic_coeffs(x, t), t)
 
 
 def test_with_a_constant_matrix_z_follows_the_path():

@@ -260,6 +260,10 @@ def test_bad_input_is_told_so():
         flow(trace=ExactTrace())(x, noise=x)
     with pytest.raises(tm.InvalidField, match=r"of shape \(5, 3\); got \(5, 1\)"):
         CNF(lambda t, x: x[:, :1])(x)
+    with pytest.raises(tm.InvalidField, match=r"of shape \(5, 3\); got a tuple"):
+        CNF(lambda t, x: (x,))(x)
+    with pytest.raises(tm.InvalidOption, match="give numbers as tolerances"):
+        CNF(Net(3), controller=tm.AdaptiveStep((1e-3, 1e-4), 1e-5))
     with pytest.raises(tm.InvalidOption, match="got 3 times"):
         CNF(Net(3), (0.0, 0.5, 1.0))
     unfit: Any = "exact"

@@ -181,6 +181,17 @@ def test_a_code_of_another_f_is_an_error():
         tm.solve_back(lambda t, y: 1.0001 * torch.tanh(y), code)
 
 
+def test_the_way_back_leaves_no_trace_and_codes_hold_no_checkpoints():
+    net = torch.nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Tanh())
+    y0 = torch.randn(4, 3)
+    code = encoded(lambda t, y: net(y), y0, gradient=tm.MALI(exact=True, checkpoint_every=1)).code
+    before = [x.clone() for x in net.buffers()]
+    assert torch.equal(tm.solve_back(lambda t, y: net(y), code), Grid.of((y0,)).point[0])
+    assert all(map(torch.equal, before, net.buffers()))
+    assert sum(x.nbytes for memento in code.kept for x in memento.tensors) < 10 * y0.nbytes  # with them: 20
+    assert repr(code).startswith("Code(") and repr(code).endswith(" bytes, 10 steps of ALF())")
+
+
 def test_a_code_needs_integers():
     with pytest.raises(tm.Incompatible, match=r"return_code=True needs .* gradient=MALI\(exact=True\), not ACA\(\)"):
         encoded(lambda t, y: -y, torch.ones(2), gradient=tm.ACA())

@@ -96,3 +96,26 @@ def test_a_second_backward_over_the_same_graph_gives_the_same(how):
         torch.autograd.grad(y.square().sum(), [y0, *net.parameters()], retain_graph=True) for _ in range(2)
     )
     assert all(map(torch.equal, first, second))
+
+
+@pytest.mark.parametrize("gradient", [tm.Naive(), tm.ACA(), tm.MALI(), tm.Adjoint()], ids=repr)
+def test_what_functions_close_over_is_free_when_the_solve_is(gradient):
+    """Without the collector of cycles: a batch of data held until it comes by is a batch too many."""
+
+    def solved() -> list[weakref.ref]:
+        c, data = torch.randn(8, requires_grad=True), torch.randn(3, 4, 8)
+        inner = 2 * c  # with a graph
+        y0 = torch.randn(4, 8, requires_grad=True)
+        how: Any = {"controller": tm.FixedStep(0.1), "gradient": gradient}
+        solution = tm.solve(
+            lambda t, y: inner - y, y0, (0.0, 0.5, 1.0), **how, observe=lambda t, y, k: (y - data[k]).sum()
+        )
+        solution.observed.backward()
+        return [weakref.ref(x) for x in (c, data, inner, y0)]
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert [ref() for ref in solved()] == [None] * 4
+    finally:
+        gc.enable()

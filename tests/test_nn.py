@@ -96,6 +96,11 @@ def test_channels_last_stays(gradient):
     assert x.grad is not None and x.grad.is_contiguous(memory_format=torch.channels_last)
 
 
+def test_a_tensor_of_times_that_would_lose_its_gradient_is_refused():
+    with pytest.raises(tm.InvalidTimes, match=r"nn.Parameter\(t\)"):
+        ODEBlock(Slope(), torch.tensor([0.0, 1.0], requires_grad=True))
+
+
 def test_a_block_says_what_it_is():
     text = repr(ODEBlock(Slope(), (0, 2), solver=tm.ALF(order=4), gradient=tm.MALI(exact=True)))
     assert "t=(0, 2), solver=ALF(order=4), controller=FixedStep(h=0.25), gradient=MALI(exact=True)" in text

@@ -1,5 +1,6 @@
 """solve(observe=fn): losses at many times without keeping the states."""
 
+import math
 from typing import Any
 
 import pytest
@@ -210,6 +211,74 @@ def test_a_forgotten_leaf_of_the_observer_is_warned_of():
     holder = [[w * 2]]
     with pytest.warns(tm.SolverWarning, match="would get none"):
         tm.solve(lambda t, y: -y, torch.ones(2), [0.0, 1.0], observe=lambda t, y: (holder[0][0] * y).sum())
+
+
+def test_an_observer_that_changes_y_in_place_is_an_error():
+    y0 = torch.ones(3)
+    with torch.no_grad(), pytest.raises(tm.InvalidField, match="observe changes y in place"):
+        tm.solve(lambda t, y: -y, y0, [0.0, 0.5, 1.0], observe=lambda t, y, k: (y.mul_(2) if k == 2 else y).sum())
+
+
+def test_an_observer_that_draws_at_some_times_only_is_an_error():
+    y0 = torch.ones(5, 3, requires_grad=True)
+    for f in (lambda t, y: 0 * torch.randn_like(y), lambda t, y: 0 * y):
+        with pytest.raises(tm.NonRepeatableField, match="observe draws random numbers in some"):
+            tm.solve(
+                f, y0, [0.0, 0.5, 1.0], observe=lambda t, y, k: (y * torch.randn_like(y)).sum() if k else 0 * y.sum()
+            )
+
+
+def test_an_adjoint_that_loses_its_way_without_outputs_is_warned_of():
+    """On a contracting problem the way back is unstable; kept outputs would lead it."""
+    rate = torch.tensor(5.0, dtype=torch.float64, requires_grad=True)
+    y0, t = torch.ones(1, dtype=torch.float64, requires_grad=True), torch.linspace(0, 4, 41, dtype=torch.float64)
+
+    def gradients(gradient: Any) -> tuple[Tensor, ...]:
+        how: Any = {"solver": tm.Dopri5(), "controller": tm.AdaptiveStep(1e-6, 1e-8), "gradient": gradient}
+        f = lambda t, y: -rate * y * (1 + 0.3 * torch.sin(y))  # noqa: E731
+        observed = tm.solve(f, y0, t, **how, observe=lambda t, y: y.square().sum()).observed
+        return torch.autograd.grad(observed, [y0, rate])
+
+    with pytest.warns(tm.SolverWarning, match="The adjoint's way back missed y0"):
+        found = gradients(tm.Adjoint())
+    assert worst(found, gradients(tm.ACA())) > 0.1  # the warning is right
+
+
+def test_an_infinite_loss_is_infinite():
+    observed = tm.solve(
+        lambda t, y: -y, torch.ones(2), [0.0, 0.5, 1.0], observe=lambda t, y, k: y.sum() + (math.inf if k == 1 else 0.0)
+    ).observed
+    assert float(observed) == math.inf
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch.compile itself
+def test_wrapped_modules_and_those_with_a_default_for_k_get_it():
+    class Module(nn.Module):
+        def forward(self, t, y, k):
+            return y.sum() * k
+
+    def by_name(t, y, k=0):
+        return y.sum() * k
+
+    def another(t, y, scale=1):
+        return y.sum() * scale
+
+    times, y0 = [0.0, 0.5, 1.0], torch.ones(2)
+    still: Any = {"controller": tm.FixedStep(0.5)}
+    for observe, wanted in [(torch.compile(Module(), backend="eager"), 6.0), (by_name, 6.0), (another, 6.0)]:
+        assert float(tm.solve(lambda t, y: 0 * y, y0, times, **still, observe=observe).observed) == wanted
+
+
+def test_a_norm_shared_with_f_is_updated_by_both():
+    norm: Any = nn.BatchNorm1d(3)
+    tm.solve(
+        lambda t, y: torch.tanh(norm(y)),
+        torch.randn(4, 3),
+        [0.0, 0.5, 1.0],
+        controller=tm.FixedStep(0.25),
+        observe=lambda t, y: norm(y).sum(),
+    )
+    assert int(norm.num_batches_tracked) == 4 + 3  # steps, and times
 
 
 def peak(n: int) -> int:

@@ -333,3 +333,63 @@ def test_buffers_that_are_replaced_count_as_changed():
     f, y0 = Replacing(), torch.ones(3, requires_grad=True)
     tm.solve(f, y0, (0.0, 1.0), controller=FIXED).y.sum().backward()
     assert f.calls == 10
+
+
+class Model(nn.Module):
+    """f is a method of a model that also has other modules, with buffers and modes of their own."""
+
+    n_calls: Tensor
+    scale: Tensor
+
+    def __init__(self):
+        super().__init__()
+        self.slope, self.head = nn.Linear(3, 3), nn.Sequential(nn.BatchNorm1d(3), nn.Dropout(0.5), nn.Linear(3, 1))
+        self.norm = nn.BatchNorm1d(3)
+        self.register_buffer("n_calls", torch.zeros(()))
+        self.register_buffer("scale", torch.ones(()))
+
+    def f(self, t: Tensor, y: Tensor) -> Tensor:
+        return torch.tanh(self.slope(y)) * self.scale
+
+    def g(self, t: Tensor, y: Tensor) -> Tensor:
+        return torch.tanh(self.norm(y))
+
+    def observe(self, t: Tensor, y: Tensor) -> Tensor:
+        return y.sum()
+
+
+@pytest.mark.parametrize("gradient", [tm.ACA(), tm.MALI(), tm.MALI(exact=True), tm.Adjoint()], ids=repr)
+def test_modules_that_f_could_reach_but_does_not_use_may_change(gradient):
+    model, x = Model(), torch.randn(5, 3, requires_grad=True)
+    how: Any = {"controller": tm.FixedStep(0.1), "gradient": gradient, "observe": model.observe}
+    first = tm.solve(model.f, x, (0.0, 1.0), **how)
+    second = tm.solve(model.g, first.y[-1], (0.0, 1.0), **how)
+    loss = model.head(second.y[-1]).sum() + first.observed
+    model.n_calls += 1
+    model.head.eval()
+    loss.backward()
+    assert x.grad is not None and model.slope.weight.grad is not None
+
+
+@pytest.mark.parametrize("gradient", [tm.ACA(), tm.MALI(), tm.MALI(exact=True), tm.Adjoint()], ids=repr)
+def test_buffers_that_f_uses_may_not(gradient):
+    model, x = Model(), torch.randn(5, 3, requires_grad=True)
+    y = tm.solve(model.f, x, (0.0, 1.0), controller=tm.FixedStep(0.1), gradient=gradient).y
+    model.scale *= 1.1
+    with pytest.raises(tm.NonRepeatableField, match="f is not what it was in the forward pass: scale of Model changed"):
+        y.sum().backward()
+
+
+def test_an_f_that_changes_y_in_place_is_an_error():
+    """With gradients PyTorch itself says so."""
+    with torch.no_grad(), pytest.raises(tm.InvalidField, match="f changes y in place"):
+        tm.solve(lambda t, y: y.mul_(-1), torch.ones(3), (0.0, 1.0))
+
+
+def test_tensors_of_inference_mode_may_be_args():
+    w = torch.ones(3, requires_grad=True)
+    with torch.inference_mode():
+        c, y0 = torch.randn(3), torch.randn(4, 3)
+        for gradient in (tm.MALI(exact=True), tm.MALI(), tm.ACA()):
+            y = tm.solve(lambda t, y, c: torch.tanh(y * w * c), y0, (0.0, 1.0), gradient=gradient, args=(c,)).y
+            assert y.shape == (2, 4, 3)

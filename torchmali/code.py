@@ -18,7 +18,7 @@ from torchmali.state import Memento, State, Structure
 from torchmali.tape import Event, Refresh, Rescale, Step, Tape
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Code:
     """What `solve_back` needs beside f: it can be pickled, and sent to another process."""
 
@@ -34,12 +34,15 @@ class Code:
     def of(end: State, tape: Tape, solver: Solver, structure: Structure, args: tuple) -> Code:
         assert isinstance(end, Grid) and isinstance(solver, ReversibleSolver)
         args = tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, args)
-        return Code(end.put_away(), tape.events, tape.kept, solver, type(end), structure, args)
+        checkpoints = {event.before for event in tape.events if isinstance(event, Step)}
+        events = [event._replace(before=None) if isinstance(event, Step) else event for event in tape.events]
+        kept = [Memento((), None) if i in checkpoints else memento for i, memento in enumerate(tape.kept)]
+        return Code(end.put_away(), events, kept, solver, type(end), structure, args)
 
     def unwind(self, func: Callable) -> State:
         """The state at the start."""
         state: State = self.grid.restore(self.end)
-        f = Field(func, state.point, self.structure, self.args, [])
+        f = Field(func, state.point, self.structure, self.args, [], buffers="freeze")  # it leaves no trace
         with torch.no_grad(), f.surroundings.forward_pass():
             for event in reversed(self.events):
                 if isinstance(event, Step):
@@ -59,6 +62,11 @@ class Code:
                     )
                     require(state.distance(begun, begun, 0.0) == 0, what, NonRepeatableField)
         return state
+
+    def __repr__(self) -> str:
+        n_bytes = sum(x.nbytes for memento in (self.end, *self.kept) for x in memento.tensors)
+        n_steps = sum(isinstance(event, Step) for event in self.events)
+        return f"Code({n_bytes:,} bytes, {n_steps} steps of {self.solver})"
 
 
 def solve_back(func: Callable, code: Code) -> Any:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from torchmali.solution import InvalidField, require, warn
+from torchmali.solution import InvalidField, NonRepeatableField, require, warn
 from torchmali.state import Leaves, Structure, Tensors, Time
 from torchmali.surroundings import Surroundings
 
@@ -29,6 +29,9 @@ class Field:
     gradient, then the parameters.
     """
 
+    called = "f"
+    remedy = "Pass it through args=(...), or list it in params=[...]."
+
     def __init__(
         self,
         func: Callable,
@@ -40,7 +43,7 @@ class Field:
     ):
         self.func, self.structure = func, structure
         self.args_structure = Structure.of(args)
-        self.arg_leaves = self.args_structure.flatten(args)
+        self.arg_leaves = tuple(map(_normal, self.args_structure.flatten(args)))
         tensors = [i for i, x in enumerate(self.arg_leaves) if isinstance(x, Tensor)]
         self.slots = [i for i in tensors if self.arg_leaves[i].requires_grad]
         self.fixed_slots = [i for i in tensors if i not in self.slots]
@@ -56,7 +59,7 @@ class Field:
         behind = _graph([node for root in roots for node, _ in root.next_functions], set())
         self.behind = {id(x) for x in map(_leaf, behind)}
         theta = [p for p in unique.values() if id(p) not in self.behind and p.grad_fn not in behind]
-        self.args, self.is_leaf = args, structure.spec.is_leaf()
+        self.args, self.is_leaf = self.args_structure.rebuild(self.arg_leaves), structure.spec.is_leaf()
         self.theta = [*(self.arg_leaves[i] for i in self.slots), *theta]
         self.signature = [(z.shape, z.dtype) for z in z0]
         self.device = z0[0].device
@@ -67,6 +70,7 @@ class Field:
         self.looks_for_leaves = False  # warn, once, of leaves that would get no gradient
         self.needs_care, self.needs_graph, self.n_careful = True, False, 0  # as the first evaluations show
         self.n_evals = self.n_vjps = 0
+        self.fingerprint: Tensor | None = None  # of its first value
 
     @property
     def fixed(self) -> list[Tensor]:
@@ -115,8 +119,10 @@ class Field:
     def _evaluate_with_care(self, t: Time, z: Tensors) -> Tensors:
         around, self.n_careful = self.surroundings, self.n_careful + 1
         is_first = self.n_careful == 1
-        with around.first_evaluation() if is_first else around.evaluation():
+        with around.first_evaluation() if is_first else around.evaluation(), unchanged(z, self.called):
             u = self._tried(self._look_for_leaves if is_first and self.looks_for_leaves else self._at, t, z)
+        if is_first and around.modules:
+            self.fingerprint = _fingerprint(u)
         # The second one may be the first without gradients.
         self.needs_care = self.n_careful < 2 or self.needs_graph or around.is_active
         return u
@@ -147,6 +153,24 @@ class Field:
     def as_in_backward(self, t: Time, z: Tensors) -> Tensors:
         """f(t, z) with the very operations of `linearize`."""
         return self._recorded(self, t, z)
+
+    @contextlib.contextmanager
+    def backward_pass(self, t: float, z: Tensors) -> Iterator[None]:
+        """Around all evaluations of a backward pass. t, z: where f was evaluated first."""
+        with self.surroundings.backward_pass():
+            changes = self.surroundings.changes()
+            if changes and self.fingerprint is not None:
+                # They may be of modules that f could reach but has no use for: ask f itself.
+                with torch.no_grad():
+                    now, n_evals = _fingerprint(self(t, z)), self.n_evals
+                self.n_evals = n_evals - 1
+                accuracy = max(100 * torch.finfo(now.dtype).eps, self.surroundings.coarseness)
+                what = f"{self.called} is not what it was in the forward pass: {changes}."
+                again = "Call backward before that, or solve again after it."
+                same = torch.allclose(now, self.fingerprint, accuracy, 0.0)
+                require(same, f"{what} {again}", NonRepeatableField)
+            with without_hooks(self.theta):
+                yield
 
     def _leaves(self, u: Any) -> Tensors:
         try:
@@ -181,8 +205,8 @@ class Field:
             )
             require(id(leaf) not in self.behind, twice, InvalidField)
             warn(
-                f"f depends on a tensor of shape {tuple(leaf.shape)} that requires a gradient but would get none: it "
-                "is not among the parameters found in f. Pass it through args=(...), or list it in params=[...]."
+                f"{self.called} depends on a tensor of shape {tuple(leaf.shape)} that requires a gradient but would "
+                f"get none: it is not among the parameters found in {self.called}. {self.remedy}"
             )
         return tuple(x.detach() for x in u)
 
@@ -218,6 +242,20 @@ class Field:
 
 
 @contextlib.contextmanager
+def unchanged(z: Tensors, called: str) -> Iterator[None]:
+    """Around a call that must leave y alone."""
+    versions = [None if x.is_inference() else x._version for x in z]
+    yield
+    what = f"{called} changes y in place, but y is the state itself, or y0: let it work on y.clone()."
+    require(versions == [None if x.is_inference() else x._version for x in z], what, InvalidField)
+
+
+def _fingerprint(u: Tensors) -> Tensor:
+    """A few numbers that tell one value of f from another."""
+    return torch.stack([x.detach().to(u[0].dtype).norm() for x in u] + [x.detach().to(u[0].dtype).sum() for x in u])
+
+
+@contextlib.contextmanager
 def without_hooks(tensors: Sequence[Tensor]) -> Iterator[None]:
     """Hooks on parameters are for their whole gradient, which autograd shows them; not for the share of each step."""
     hooked = [(x, x._backward_hooks) for x in tensors if x._backward_hooks]
@@ -230,53 +268,67 @@ def without_hooks(tensors: Sequence[Tensor]) -> Iterator[None]:
             x._backward_hooks = hooks
 
 
+def _normal(x: Any) -> Any:
+    """Not a tensor made in inference mode: no graph could hold it, and f may need one."""
+    if not isinstance(x, Tensor) or not x.is_inference():
+        return x
+    with torch.inference_mode(False):
+        return x.clone()
+
+
 def find_parameters_and_modules(root: Any) -> tuple[list[Tensor], list[nn.Module]]:
     """The tensors requiring a gradient, and the modules, that f can be seen to hold.
 
     Looks into modules, bound methods, partials, closures, globals that the code names, containers, and the attributes
     of other callables and of objects whose methods are bound.
     """
-    found: dict[int, Tensor] = {}
-    modules: dict[int, nn.Module] = {}
-    seen: dict[int, Any] = {}  # keeps what it has seen alive: a freed list's id comes back
+    search = _Search()
+    search.look(root, True)
+    return list(search.found.values()), list(search.modules.values())
 
-    def look(x: Any, deep: bool) -> None:
-        if id(x) in seen or isinstance(x, (int, float, str)):
+
+class _Search:
+    """A class: a recursive inner function would hold itself, and with it all that it has seen."""
+
+    def __init__(self):
+        self.found: dict[int, Tensor] = {}
+        self.modules: dict[int, nn.Module] = {}
+        self.seen: dict[int, Any] = {}  # keeps what it has seen alive: a freed list's id comes back
+
+    def look(self, x: Any, deep: bool) -> None:
+        if id(x) in self.seen or isinstance(x, (int, float, str)):
             return
-        seen[id(x)] = x
+        self.seen[id(x)] = x
         if isinstance(x, Tensor):
             # A result kept in some attribute or log is not what f reads, and its graph may be gone.
             if x.requires_grad and (deep or x.is_leaf):
-                found[id(x)] = x
+                self.found[id(x)] = x
         elif isinstance(x, nn.Module):
-            modules.update((id(m), m) for m in x.modules())
-            look((*x.parameters(),), True)
+            self.modules.update((id(m), m) for m in x.modules())
+            self.look((*x.parameters(),), True)
             if getattr(x, "_is_replica", False):  # DataParallel's copies hold their parameters as plain attributes
-                look(tuple(p for m in x.modules() for p in vars(m).values() if isinstance(p, Tensor)), True)
+                self.look(tuple(p for m in x.modules() for p in vars(m).values() if isinstance(p, Tensor)), True)
         elif isinstance(x, (tuple, list)):
             for part in x:
-                look(part, deep and not isinstance(x, list))
+                self.look(part, deep and not isinstance(x, list))
         elif isinstance(x, dict):
-            look(tuple(x.values()), deep)
+            self.look(tuple(x.values()), deep)
         elif isinstance(x, functools.partial):
-            look((x.func, x.args, x.keywords), deep)
+            self.look((x.func, x.args, x.keywords), deep)
         elif isinstance(x, types.MethodType):
-            look(x.__self__, True)
+            self.look(x.__self__, True)
         elif isinstance(x, types.FunctionType):
             for cell in x.__closure__ or ():
                 with contextlib.suppress(ValueError):  # a cell that is not filled yet
-                    look(cell.cell_contents, deep)
+                    self.look(cell.cell_contents, deep)
             codes = [x.__code__]
             for code in codes:  # grows: with the code of inner functions and comprehensions
                 codes += [inner for inner in code.co_consts if isinstance(inner, types.CodeType)]
             used = (x.__globals__.get(name) for code in codes for name in code.co_names)
-            look(tuple(y for y in used if isinstance(y, (Tensor, nn.Module))), True)
-            look((x.__defaults__, x.__kwdefaults__), deep)
+            self.look(tuple(y for y in used if isinstance(y, (Tensor, nn.Module))), True)
+            self.look((x.__defaults__, x.__kwdefaults__), deep)
         elif deep and hasattr(x, "__dict__") and not isinstance(x, (type, types.ModuleType)):
-            look(list(vars(x).values()), False)
-
-    look(root, True)
-    return list(found.values()), list(modules.values())
+            self.look(list(vars(x).values()), False)
 
 
 def forgotten_leaves(u: Tensors, known: Sequence[Tensor]) -> list[Tensor]:

@@ -59,9 +59,9 @@ def integrate(
     if state.slope:
         tape.events.append(Refresh(t, 0, None))
     tape.events.append(Output(0, None))
-    emit(0, z0)
     pace = controller.pace(Start(f, solver, t, times[-1], state, carry, through_search))
     effects.back_to(before)
+    emit(0, z0)
     if locate:
         _raise_if_non_finite(state, f"in y0 or in f at the start, t = {number(t):.6g}")
 

@@ -84,7 +84,7 @@ def solve(
 
     observe: a function of (t, y), or of (t, y, k) with y = y(t[k]), that returns a tensor. Instead of keeping y at all
     times, its sum over them is returned as `observed`, differentiable (by its parameters, too), and y at the last time
-    as y[-1]: memory does not grow with the number of times.
+    as y[-1]: with MALI and Adjoint no tensors are kept for the times.
 
     return_code: also return the integer end state, `code`, from which `solve_back(func, code)` gets y0 to the last bit.
     """
@@ -106,22 +106,24 @@ def solve(
     controller = controller.bind(structure)
     _warn_of_tolerance(controller, z0)
     t_out, times = _checked_times(t)
+    _warn_of_times(times, z0)
     got = type(args).__name__
     require(isinstance(args, tuple), f"args must be a tuple of further arguments of f, as in args=(x,); got a {got}.")
     field = Field(func, z0, structure, args, params, buffers)
-    unsteady = gradient.unsteady(solver, controller) if field.surroundings.synchronises else []
+    observer = None if observe is None else Observer(observe, z0, structure)
+    waits = field.surroundings.synchronises or (observer is not None and observer.surroundings.synchronises)
+    unsteady = gradient.unsteady(solver, controller) if waits else []
     what = (
-        "A SyncBatchNorm in f makes each evaluation wait for the same one in all processes, but with "
+        "A SyncBatchNorm makes each evaluation wait for the same one in all processes, but with "
         f"{', with '.join(unsteady)} their number depends on the data of each process: they would wait forever."
     )
     require(not unsteady, what, Incompatible)
-    outlet = Kept(len(times)) if observe is None else Observed(Observer(observe, z0, structure), len(times))
+    for function in (field, observer):
+        if function is not None:
+            function.looks_for_leaves = torch.is_grad_enabled() and not isinstance(gradient, Naive)
+    outlet = Kept(len(times)) if observer is None else Observed(observer, len(times))
     wants_t = t_out.requires_grad
     problem = Problem(field, z0, times, t_out if wants_t else None, solver, controller, outlet, Stats(), return_code)
-    looks = torch.is_grad_enabled() and not isinstance(gradient, Naive)
-    field.looks_for_leaves = looks
-    if isinstance(outlet, Observed):
-        outlet.observer.looks_for_leaves = looks
     results = gradient.solve(problem)
     y = structure.rebuild(outlet.states(results))
     code = Code.of(*problem.record, solver, structure, args) if problem.record else None
@@ -161,6 +163,15 @@ def _warn_of_tolerance(controller: StepController, z0: Tensors) -> None:
                 "error and the step size underflow. Use a larger rtol, or a float64 state."
             )
             return
+
+
+def _warn_of_times(times: list[float], z0: Tensors) -> None:
+    eps, largest = min(torch.finfo(z.dtype).eps for z in z0), max(abs(times[0]), abs(times[-1]))
+    if abs(times[-1] - times[0]) < 100 * eps * largest:
+        warn(
+            f"t goes from {times[0]:.10g} to {times[-1]:.10g}, but f sees it in the precision of y, which tells times "
+            f"{eps * largest:.2g} apart there. Count t from its start, or use a float64 state."
+        )
 
 
 def _checked_times(t: Any) -> tuple[Tensor, list[float]]:

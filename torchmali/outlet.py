@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchmali.field import Field
+from torchmali.field import Field, unchanged
 from torchmali.solution import InvalidField, require
 from torchmali.state import Structure, Tensors, Time
 
@@ -40,7 +40,6 @@ class Outlet(ABC):
     def emit(self, t: Time, z: Tensors, k: int) -> None:
         """The same without a graph and without a list: take y[k] in."""
 
-    @property
     @abstractmethod
     def results(self) -> Tensors:
         """Of all that was emitted."""
@@ -60,8 +59,8 @@ class Outlet(ABC):
     def with_tensors(self, theta: Sequence[Tensor], wants_t: bool) -> Outlet:
         return self
 
-    def backward_pass(self) -> AbstractContextManager:
-        """Around calls of `pull`."""
+    def backward_pass(self, t: float, z: Tensors) -> AbstractContextManager:
+        """Around all calls of `pull`. t, z: of the first output."""
         return nullcontext()
 
 
@@ -85,7 +84,6 @@ class Kept(Outlet):
         for whole, part in zip(self.y, z, strict=True):
             whole[k] = part
 
-    @property
     def results(self) -> Tensors:
         return self.y
 
@@ -118,13 +116,12 @@ class Observed(Outlet):
         (value,) = self.observer.at(t, z, k)
         # Kahan's sum: 100,000 terms in float32 would lose four digits.
         before, excess = self.sum or (torch.zeros_like(value), torch.zeros_like(value))
-        value = value - excess
+        value = value - torch.where(excess.isfinite(), excess, 0)  # inf - inf is no excess
         total = before + value
         self.sum = total, (total - before) - value
         if k == self.n - 1:
             self.end = tuple(leaf.clone().unsqueeze(0) for leaf in z)
 
-    @property
     def results(self) -> Tensors:
         assert self.sum is not None
         self.observer.surroundings.move_on()
@@ -148,21 +145,25 @@ class Observed(Outlet):
     def with_tensors(self, theta: Sequence[Tensor], wants_t: bool) -> Outlet:
         return Observed(self.observer.with_tensors(theta, (), wants_t), self.n)
 
-    def backward_pass(self) -> AbstractContextManager:
-        return self.observer.surroundings.backward_pass()
+    def backward_pass(self, t: float, z: Tensors) -> AbstractContextManager:
+        self.observer.args = (0,) if self.observer.takes_k else ()
+        return self.observer.backward_pass(t, z)
 
 
 class Observer(Field):
     """observe(t, y), or observe(t, y, k), with its parameters and surroundings."""
 
+    called = "observe"
+    remedy = "Keep it in a module, or name it in the function."
+
     def __init__(self, func: Callable, z0: Tensors, structure: Structure):
         super().__init__(func, z0, structure, (), None)
-        self.takes_k = _n_required(func) == 3
+        self.takes_k = _takes_k(func)
         self.kind: Any = None  # shape and dtype of what it returns
 
     def at(self, t: Time, z: Tensors, k: int) -> Tensors:
         self.args = (k,) if self.takes_k else ()
-        with self.surroundings.apart():
+        with self.surroundings.apart(), unchanged(z, self.called):
             return self(t, z)
 
     def gradients_at(
@@ -197,11 +198,15 @@ def _room_for(n: int, z: Tensor) -> Tensor:
     return z.new_empty_strided((n, *z.shape), (max(1, z.numel()), *strides))
 
 
-def _n_required(func: Callable) -> int:
-    """How many arguments it cannot do without."""
+def _takes_k(func: Any) -> bool:
+    """Whether there is a third argument that it cannot do without, or that is called k."""
+    for wrapped in ("_orig_mod", "module", "forward"):  # of torch.compile, of DistributedDataParallel, of a module
+        func = getattr(func, wrapped, func)
     try:
-        parameters = inspect.signature(getattr(func, "forward", func)).parameters.values()
+        parameters = list(inspect.signature(func).parameters.values())
     except (TypeError, ValueError):
-        return 2
+        return False
+    third = parameters[2] if len(parameters) > 2 else None
     positional = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
-    return sum(p.kind in positional and p.default is inspect.Parameter.empty for p in parameters)
+    is_needed = third is not None and (third.default is inspect.Parameter.empty or third.name == "k")
+    return third is not None and third.kind in positional and is_needed

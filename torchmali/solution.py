@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+TELL_LIMIT = 1e-3  # a gradient wrong by more than about this is warned about
+
 
 @dataclass
 class Stats:

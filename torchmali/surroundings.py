@@ -7,7 +7,7 @@ A solve calls f many times and a backward pass calls it again. Here these calls 
 - f alone runs under the autocast of the forward pass; the state and its moves keep their precision.
 - Buffers that f changes (running statistics of a BatchNorm) are changed by the evaluations of accepted forward steps
   and by no others; or, frozen, by none.
-- A module that changed its mode or its other buffers before the backward pass is an error.
+- Where modules changed their mode or other buffers before the backward pass, f is asked whether that matters to it.
 
 The first evaluation shows which of this f needs. An f that needs nothing pays nothing.
 """
@@ -25,6 +25,11 @@ from torch import Tensor, nn
 from torchmali.solution import InvalidField, NonRepeatableField, require
 
 LARGE = 2**20  # bytes: a buffer beyond this is a table, not a statistic; f may read it, but not change it
+
+DRAWS_SOMETIMES = (
+    "{} draws random numbers in some of its evaluations only, so that they cannot be the same in all. Draw them once, "
+    "before the solve."
+)
 
 
 class Buffer(NamedTuple):
@@ -139,9 +144,11 @@ class Surroundings:
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:
         """Evaluations between those of another function, which is not to see that random numbers were drawn."""
-        generators = self._generators() if self.draws or self.at_first is None else ()
+        generators, is_first = self._generators(), self.at_first is None
         yield
-        self._set_generators(generators)
+        drawn = not is_first and not self.draws and not _equal(generators, self._generators())
+        require(not drawn, DRAWS_SOMETIMES.format("observe"), NonRepeatableField)
+        self._set_generators(generators if self.draws or is_first else ())
 
     def move_on(self) -> None:
         """After evaluations `apart`: what comes next is not to draw the same numbers again."""
@@ -153,17 +160,12 @@ class Surroundings:
             yield
         if self.is_cast:
             torch.clear_autocast_cache()  # weights that were cast without a graph are no use to others
-        what = (
-            "f draws random numbers in some of its evaluations only, so that they cannot be the same in all. Draw "
-            "them once, outside f, and pass them through args=(...)."
-        )
         drawn = self.at_first is not None and not _equal(self.afterwards, self._generators())
-        require(self.draws or not drawn, what, NonRepeatableField)
+        require(self.draws or not drawn, DRAWS_SOMETIMES.format("f"), NonRepeatableField)
 
     @contextlib.contextmanager
     def backward_pass(self) -> Iterator[None]:
         """Whatever f does beside is undone in the end."""
-        self._require_unchanged()
         generators, mark = self._generators() if self.draws else (), self.mark()
         try:
             with self._uncast():
@@ -183,16 +185,12 @@ class Surroundings:
             if value.copy is not None:
                 value.tensor.data.copy_(value.copy)  # data: a BatchNorm saves its statistics for its own backward
 
-    def _require_unchanged(self) -> None:
-        again = "Call backward before that, or solve again after it."
-        changed = {type(m).__name__ for m, mode in zip(self.modules, self.modes, strict=True) if m.training != mode}
-        what = (
-            f"{', '.join(sorted(changed))} in f went from train to eval mode, or back, since the forward pass. {again}"
-        )
-        require(not changed, what, NonRepeatableField)
+    def changes(self) -> str:
+        """What is not as it was at the first evaluation, in words."""
+        modes = {type(m).__name__ for m, mode in zip(self.modules, self.modes, strict=True) if m.training != mode}
         buffers = [str(x) for x, version in self.others if x.version != version]
-        what = f"Buffers of f were changed since the forward pass: {', '.join(buffers)}. {again}"
-        require(not buffers, what, NonRepeatableField)
+        found = [f"{', '.join(sorted(modes))} went from train to eval mode, or back"] if modes else []
+        return ", and ".join([*found, *([f"{', '.join(buffers)} changed"] if buffers else [])])
 
     def _as_cast(self) -> contextlib.AbstractContextManager:
         if not self.is_cast:

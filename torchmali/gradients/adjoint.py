@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from torchmali.controllers import AdaptiveStep, Norm, StepController, rms_norm
-from torchmali.field import Field, without_hooks
+from torchmali.field import Field
 from torchmali.gradients.base import GradientMethod, Problem, forward, refuse_double_backward
 from torchmali.integrate import integrate
 from torchmali.outlet import Outlet
-from torchmali.solution import Stats, short_repr
+from torchmali.solution import TELL_LIMIT, Stats, short_repr, warn
 from torchmali.solvers.base import Solver, accumulate
-from torchmali.state import Tensors, Time, dot
+from torchmali.state import Floats, Tensors, Time, dot
 
 
 @dataclass(frozen=True, repr=False)
@@ -85,15 +85,16 @@ class _Adjoint(torch.autograd.Function):
         ctx.controller = method.backward_controller(problem.controller, problem.field)
         ctx.times, ctx.stats, ctx.outlet = problem.times, problem.stats, outlet.without_tensors()
         ctx.field, fixed, n_theta = problem.field.without_tensors(), problem.field.fixed, len(problem.field.theta)
-        ctx.sizes = 1, n_theta, len(outlet.theta), len(fixed), len(y)
-        ctx.save_for_backward(inputs[0], *inputs[1 + len(y) :], *fixed, *y)
+        ctx.sizes = 1, len(y), n_theta, len(outlet.theta), len(fixed), len(y)
+        ctx.save_for_backward(*inputs, *fixed, *y)
         return results
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_double_backward("Adjoint")
         saved = iter(ctx.saved_tensors)
-        (t,), theta, observer, fixed, y = (tuple(islice(saved, size)) for size in ctx.sizes)
+        (t,), z0, theta, observer, fixed, y = (tuple(islice(saved, size)) for size in ctx.sizes)
+        z0 = tuple(x.detach() for x in z0)
         f: Field = ctx.field.with_tensors(theta, fixed, wants_t=False)
         outlet: Outlet = ctx.outlet.with_tensors(observer, wants_t=t is not None)
         n, times, z = len(y), ctx.times, tuple(leaf[-1] for leaf in y)
@@ -101,7 +102,7 @@ class _Adjoint(torch.autograd.Function):
         a_theta = tuple(torch.zeros_like(p) for p in f.theta)
         a_t, slope = [f.time(0.0)] * len(times), _augmented(f)
         a_observer: list[Tensor | None] = [None] * len(observer)
-        with f.surroundings.backward_pass(), outlet.backward_pass(), without_hooks((*f.theta, *observer)):
+        with f.backward_pass(times[0], z0), outlet.backward_pass(times[0], z0):
             for k in range(len(times) - 1, -1, -1):
                 if outlet.keeps:
                     z = tuple(leaf[k] for leaf in y)  # the way back begins anew at each output
@@ -120,8 +121,21 @@ class _Adjoint(torch.autograd.Function):
                     start, segment = (*z, *a, *a_theta), (times[k], times[k - 1])
                     end, _ = integrate(slope, start, segment, ctx.solver, ctx.controller, lambda k, z: None, Stats())
                     z, a, a_theta = end.point[:n], list(end.point[n : 2 * n]), end.point[2 * n :]
+        if not outlet.keeps:
+            _warn_of_drift(Floats(z, z), Floats(z0, z0), ctx.controller)
         ctx.stats.n_evals_backward, ctx.stats.n_vjps = f.n_evals, f.n_vjps
         return (None, None, None if t is None else torch.stack(a_t).to(t), *a, *a_theta, *a_observer)
+
+
+def _warn_of_drift(reached: Floats, start: Floats, controller: StepController) -> None:
+    """Without the outputs to begin anew from, the way back may part from the way forward for good."""
+    tolerance = max(controller.rtol) if isinstance(controller, AdaptiveStep) else 0.0
+    drift = reached.distance(start, start, 1.0)
+    if drift > max(TELL_LIMIT, 10 * tolerance):
+        warn(
+            f"The adjoint's way back missed y0 by a relative {drift:.2g}: it parted from the solution, and the "
+            "gradient is about as wrong. Use gradient=MALI() or ACA(), or leave `observe` out: kept outputs lead it."
+        )
 
 
 def _augmented(f: Field) -> Callable[[Time, Tensors], Tensors]:

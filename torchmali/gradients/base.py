@@ -95,7 +95,7 @@ def forward(problem: Problem, **how: Any) -> tuple[Tensors, State, Tape]:
     z0 = tuple(z.detach() for z in problem.z0)
     end, tape = problem.integrate(z0, times, lambda k, z: outlet.emit(times[k], z, k), **how)
     problem.record = (end, tape) if problem.wants_code else None
-    return outlet.results, end, tape
+    return outlet.results(), end, tape
 
 
 def refuse_double_backward(method: str) -> None:

@@ -13,12 +13,11 @@ from torchmali.controllers import StepController
 from torchmali.gradients.base import Problem
 from torchmali.gradients.replay import DRIFT_LIMITS, ReplayGradient
 from torchmali.grid import Grid, WideGrid
-from torchmali.solution import Incompatible, InvalidState, require, short_repr, warn
+from torchmali.solution import TELL_LIMIT, Incompatible, InvalidState, require, short_repr, warn
 from torchmali.solvers.base import ReversibleSolver, Solver
 from torchmali.state import Floats, State, Tensors
 from torchmali.tape import Tape
 
-TELL_LIMIT = 1e-3  # a gradient wrong by more than about this is warned about
 MIXED_SCALES = 2.0**-9  # a channel so much smaller than the largest has too few bits on an int32 grid
 UNITS = {"B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from torchmali.field import Field, without_hooks
+from torchmali.field import Field
 from torchmali.gradients.base import GradientMethod, Problem, forward, refuse_double_backward
 from torchmali.outlet import Outlet
 from torchmali.solution import NonRepeatableField
@@ -89,9 +89,9 @@ class _Replay(torch.autograd.Function):
         state = method.arithmetic.restore(end)
         way = Way(f, ctx.solver, tuple(z.detach() for z in z0), outputs, method.inverts, method.reruns)
         # Gradients for f and the observer; nothing else here requires one.
-        with f.surroundings.backward_pass(), outputs.outlet.backward_pass(), torch.enable_grad():
-            with without_hooks((*theta, *observer)):
-                _, a = way.back(ctx.events, kept, state, way.nothing(state))
+        start = ctx.times[0], way.z0
+        with f.backward_pass(*start), outputs.outlet.backward_pass(*start), torch.enable_grad():
+            _, a = way.back(ctx.events, kept, state, way.nothing(state))
         ctx.stats.n_evals_backward, ctx.stats.n_vjps, ctx.stats.n_reruns = f.n_evals, f.n_vjps, way.n_reruns
         if method.inverts:
             ctx.stats.reconstruction_error = way.drift

@@ -3,31 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from torchmali.controllers import FixedStep, StepController
+from torchmali.controllers import AdaptiveStep, FixedStep, StepController
 from torchmali.gradients.base import GradientMethod
 from torchmali.gradients.mali import MALI
+from torchmali.nn.base import SolveModule
 from torchmali.nn.control import Control, CubicControl, check_increasing
-from torchmali.odeint import solve
-from torchmali.solution import InvalidField, InvalidState, Stats, require
+from torchmali.solution import InvalidField, InvalidState, require
 from torchmali.solvers.base import Solver
 from torchmali.solvers.leapfrog import ALF
 
 
-class NeuralCDE(nn.Module):
+class NeuralCDE(SolveModule):
     """From a path X to z at the last time, where dz/dt = func(t, z) dX/dt (Kidger et al., 2020).
 
     func: from z (..., hidden) to a matrix (..., hidden, channels). initial: z(t0) = initial(X(t0)); without it z0 is
-    given to `forward`. control: what the coefficients are of, `CubicControl` or `LinearControl`. all_outputs: return z
-    at all times, time first. buffers: see `solve`. `last_stats`: see `ODEBlock`.
+    given to `forward`. control: what the coefficients are of, `CubicControl` or `LinearControl` (with that, steps end
+    on the knots, where dX/dt jumps). all_outputs: return z at all times, time first. buffers: see `solve`.
+    `last_stats`: see `ODEBlock`.
     """
-
-    last_stats: Stats | None
 
     def __init__(
         self,
@@ -41,11 +41,8 @@ class NeuralCDE(nn.Module):
         all_outputs: bool = False,
         buffers: str = "update",
     ):
-        super().__init__()
-        self.func, self.initial, self.control = func, initial, control
-        self.solver, self.controller, self.gradient = solver, controller, gradient
-        self.all_outputs, self.buffers_policy = all_outputs, buffers
-        self.last_stats = None
+        super().__init__(solver, controller, gradient, buffers)
+        self.func, self.initial, self.control, self.all_outputs = func, initial, control, all_outputs
 
     def forward(
         self,
@@ -67,11 +64,18 @@ class NeuralCDE(nn.Module):
             t = (0.0, len(path.knots) - 1.0)  # known without a look at the device
         z0 = self._start(path, t[0], z0)
         # By args, not by closure: there they are found to need gradients, and are saved for the backward pass.
-        slope, args = partial(_slope, self.func, self.control), (coeffs, path.knots)
-        how: dict[str, Any] = {"solver": self.solver, "controller": self.controller, "gradient": self.gradient}
-        solution = solve(slope, z0, t, **how, args=args, buffers=self.buffers_policy)
-        self.last_stats = solution.stats
-        return solution.y if self.all_outputs else solution.y[-1]
+        slope = partial(_slope, self.func, self.control)
+        how: dict[str, Any] = {"args": (coeffs, path.knots)}
+        if not self.control.jumps:
+            y = self.solve(slope, z0, t, **how).y
+            return y if self.all_outputs else y[-1]
+        times, wanted = _with_knots(t, path.knots)
+        if isinstance(self.controller, AdaptiveStep):
+            how["controller"] = replace(self.controller, land=True)
+        if not self.all_outputs:  # no need to keep z at the knots
+            how["observe"] = _nothing
+            return self.solve(slope, z0, times, **how).y[-1]
+        return self.solve(slope, z0, times, **how).y[wanted]
 
     def _start(self, path: Control, t0: Tensor | float, z0: Tensor | None) -> Tensor:
         if self.initial is None:
@@ -91,8 +95,21 @@ class NeuralCDE(nn.Module):
         return z0
 
     def extra_repr(self) -> str:
-        how = f"solver={self.solver}, controller={self.controller}, gradient={self.gradient}"
-        return f"control={self.control.__name__}, {how}"
+        return f"control={self.control.__name__}, {super().extra_repr()}"
+
+
+def _nothing(t: Tensor, z: Tensor) -> Tensor:
+    return t.new_zeros(())
+
+
+def _with_knots(t: Sequence[float] | Tensor, knots: Tensor) -> tuple[Tensor, list[int]]:
+    """The times t and the knots between them, in order, and where t is among them."""
+    every = torch.cat([torch.as_tensor(t, dtype=knots.dtype, device=knots.device), knots])
+    values, n = every.tolist(), len(t)
+    low, high = sorted((values[0], values[n - 1]))
+    inner = [i for i in range(n, len(values)) if low < values[i] < high and values[i] not in values[:n]]
+    order = sorted([*range(n), *inner], key=lambda i: values[i], reverse=values[0] > values[n - 1])
+    return every[order], [order.index(i) for i in range(n)]
 
 
 def _slope(func: Callable, control: type[Control], t: Tensor, z: Tensor, coeffs: Tensor, knots: Tensor) -> Tensor:

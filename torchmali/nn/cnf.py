@@ -10,15 +10,14 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch import Tensor
 
 from torchmali.code import Code, solve_back
 from torchmali.controllers import AdaptiveStep, StepController
 from torchmali.gradients.base import GradientMethod
 from torchmali.gradients.mali import MALI
-from torchmali.odeint import solve
-from torchmali.solution import InvalidField, InvalidState, Stats, require, short_repr
+from torchmali.nn.base import SolveModule, Times, checked_times, shown_times
+from torchmali.solution import InvalidField, InvalidState, require, short_repr
 from torchmali.solvers.base import Solver
 from torchmali.solvers.leapfrog import ALF
 
@@ -63,7 +62,7 @@ class Hutchinson(Trace):
         return _per_sample(g * noise), _per_sample(g.square())
 
     def __repr__(self) -> str:
-        return f"Hutchinson({self.noise.__name__})"
+        return f"Hutchinson({getattr(self.noise, '__name__', self.noise)})"
 
 
 @dataclass(frozen=True, repr=False)
@@ -108,20 +107,18 @@ class Flow(NamedTuple):
     code: Code | None = None  # the integer end state
 
 
-class CNF(nn.Module):
+class CNF(SolveModule):
     """A flow from data x at t[0] to normal noise z at t[1], where dx/dt = func(t, x, *args), with its density.
 
     log p(x) = log N(z) + integral of tr(df/dx) dt. trace: `Hutchinson()` (unbiased for the log-density, one
     vector-Jacobian product) or `ExactTrace()`. kinetic, jacobian: also integrate the regularisers of RNODE (Finlay et
-    al., 2020); the step size does not look at them. `last_stats`: see `ODEBlock`.
+    al., 2020); the step size does not look at them. buffers: see `solve`. `last_stats`: see `ODEBlock`.
     """
-
-    last_stats: Stats | None
 
     def __init__(
         self,
         func: Callable,
-        t: Sequence[float] | Tensor = (0.0, 1.0),
+        t: Times = (0.0, 1.0),
         *,
         trace: Trace = Hutchinson(),  # noqa: B008 (these, solvers, controllers and gradient methods are immutable values)
         kinetic: bool = False,
@@ -129,14 +126,16 @@ class CNF(nn.Module):
         solver: Solver = ALF(order=4),  # noqa: B008
         controller: StepController = AdaptiveStep(1e-4, 1e-5),  # noqa: B008
         gradient: GradientMethod = MALI(),  # noqa: B008
+        buffers: str = "update",
     ):
-        super().__init__()
+        super().__init__(solver, controller, gradient, buffers)
         require(isinstance(trace, Trace), f"trace={trace!r}: give Hutchinson() or ExactTrace().")
         require(len(t) == 2, f"t must be the start and the end of the flow; got {len(t)} times.")
-        self.func, self.trace, self.kinetic, self.jacobian = func, trace, kinetic, jacobian
-        self.t = tuple(t.tolist()) if isinstance(t, Tensor) and not isinstance(t, nn.Parameter) else t
-        self.solver, self.controller, self.gradient = solver, controller, gradient
-        self.last_stats = None
+        numbers = not isinstance(controller, AdaptiveStep) or all(
+            isinstance(x, (int, float)) for x in (controller.rtol, controller.atol)
+        )
+        require(numbers, f"{controller}: give numbers as tolerances; they are for x and log_det alike.")
+        self.func, self.t, self.trace, self.kinetic, self.jacobian = func, checked_times(t), trace, kinetic, jacobian
 
     def forward(self, x: Tensor, *args: Any, noise: Tensor | None = None, return_code: bool = False) -> Flow:
         """x: (batch, ...). noise: of the trace, like x; by default it is drawn here, once.
@@ -146,19 +145,16 @@ class CNF(nn.Module):
         """
         if torch.is_inference_mode_enabled():  # the trace is a derivative, even where nobody differentiates it
             with torch.inference_mode(False), torch.no_grad():
-                x, noise, args = tree_map(lambda y: y.clone() if isinstance(y, Tensor) else y, (x, noise, args))
+                x, noise = x.clone(), None if noise is None else noise.clone()
                 return self.forward(x, *args, noise=noise, return_code=return_code)
         x, noise = self._checked(x, noise)
         gradient = self.gradient
         if return_code and not gradient.on_integers:
-            gradient = MALI(exact="int64")
+            gradient = replace(gradient, exact="int64") if isinstance(gradient, MALI) else MALI(exact="int64")
         n_regularisers = self.kinetic + self.jacobian
         y0 = (x if x.requires_grad else x.detach(), *(x.new_zeros(len(x)) for _ in range(1 + n_regularisers)))
-        how: dict[str, Any] = {"solver": self.solver, "controller": self._for_leaves(n_regularisers)}
-        solution = solve(
-            self._slope(), y0, self.t, **how, gradient=gradient, args=(noise, args), return_code=return_code
-        )
-        self.last_stats = solution.stats
+        how: dict[str, Any] = {"controller": self._for_leaves(n_regularisers), "gradient": gradient}
+        solution = self.solve(self._slope(), y0, self.t, **how, args=(noise, args), return_code=return_code)
         z, log_det, *rest = (leaf[-1] for leaf in solution.y)
         kinetic = rest.pop(0) if self.kinetic else None
         return Flow(z, log_det, kinetic, rest.pop() if self.jacobian else None, solution.code)
@@ -181,9 +177,9 @@ class CNF(nn.Module):
         controller = self.controller
         if not isinstance(controller, AdaptiveStep) or not n_regularisers:
             return controller
+        rtol, atol = controller.rtol, controller.atol
         free = (math.inf,) * n_regularisers
-        rtol, atol = (x if isinstance(x, tuple) else (x, x, *free) for x in (controller.rtol, controller.atol))
-        return replace(controller, rtol=rtol, atol=atol)
+        return replace(controller, rtol=(rtol, rtol, *free), atol=(atol, atol, *free))
 
     def inverse(self, z: Tensor | Code, *args: Any) -> Tensor:
         """x, from the code of `forward` to the last bit, or from z by a solve in the other direction.
@@ -193,9 +189,8 @@ class CNF(nn.Module):
         """
         if isinstance(z, Code):
             return solve_back(self._slope(), z)[0]
-        how: dict[str, Any] = {"solver": self.solver, "controller": self.controller, "gradient": self.gradient}
         t = self.t.flip(0) if isinstance(self.t, Tensor) else tuple(reversed(self.t))
-        return solve(self.func, z, t, **how, args=args).y[-1]
+        return self.solve(self.func, z, t, args=args).y[-1]
 
     def log_prob(self, x: Tensor, *args: Any, noise: Tensor | None = None) -> Tensor:
         """log p(x), (batch,), under a standard normal z. With Hutchinson's trace an unbiased estimate."""
@@ -203,16 +198,22 @@ class CNF(nn.Module):
         d = math.prod(x.shape[1:])
         return flow.log_det - 0.5 * _per_sample(flow.z.square()) - 0.5 * d * math.log(2 * math.pi)
 
-    def sample(self, shape: Sequence[int], *args: Any, temperature: float = 1.0) -> Tensor:
-        """x from z ~ N(0, temperature^2), shape: (batch, ...), on the device of the parameters."""
+    def sample(
+        self,
+        shape: Sequence[int],
+        *args: Any,
+        temperature: float = 1.0,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> Tensor:
+        """x from z ~ N(0, temperature^2), of shape (batch, ...). dtype, device: by default those of the parameters."""
         like = next(self.parameters(), torch.empty(()))
-        return self.inverse(temperature * torch.randn(*shape, dtype=like.dtype, device=like.device), *args)
+        z = torch.randn(*shape, dtype=dtype or like.dtype, device=device or like.device)
+        return self.inverse(temperature * z, *args)
 
     def extra_repr(self) -> str:
-        t = "learned" if isinstance(self.t, nn.Parameter) else f"({', '.join(f'{x:g}' for x in self.t)})"
         extra = "".join(f", {name}=True" for name in ("kinetic", "jacobian") if getattr(self, name))
-        how = f"solver={self.solver}, controller={self.controller}, gradient={self.gradient}"
-        return f"t={t}, trace={self.trace}{extra}, {how}"
+        return f"t={shown_times(self.t)}, trace={self.trace}{extra}, {super().extra_repr()}"
 
 
 def _slope(
@@ -230,8 +231,9 @@ def _slope(
         # The very tensor: a new leaf would look like one that was forgotten.
         x = y[0].requires_grad_() if keeps else y[0].detach().requires_grad_()
         u = func(t, x, *args)
-        what = f"func must return dx/dt like x, of shape {tuple(x.shape)}; got {tuple(u.shape)}."
-        require(u.shape == x.shape, what, InvalidField)
+        got = tuple(u.shape) if isinstance(u, Tensor) else f"a {type(u).__name__}"
+        what = f"func must return dx/dt like x, of shape {tuple(x.shape)}; got {got}."
+        require(isinstance(u, Tensor) and u.shape == x.shape, what, InvalidField)
         rate, square = trace.of(u, x, noise, keeps)
     u = u if keeps else u.detach()
     kinetic, jacobian = wanted

@@ -6,6 +6,7 @@ The coefficients have the layout of torchcde, so those of either library work in
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -154,8 +155,8 @@ def _rectilinear(x: Tensor, channel: int) -> Tensor:
 
 def _check_data(x: Tensor) -> None:
     kind = str(x.dtype) if isinstance(x, Tensor) else type(x).__name__
-    what = f"x must be a tensor of floating-point numbers; got {kind}. Convert it, as in x.float()."
-    require(isinstance(x, Tensor) and x.is_floating_point(), what, InvalidState)
+    what = f"x must be a tensor of float32 or float64 numbers; got {kind}. Convert it, as in x.float()."
+    require(isinstance(x, Tensor) and x.dtype in (torch.float32, torch.float64), what, InvalidState)
     what = (
         f"x has shape {tuple(x.shape)}, but needs a dimension for time and one for channels: (..., length, channels). "
         "For a single channel: x.unsqueeze(-1)."
@@ -202,6 +203,8 @@ class Control(ABC):
     A t on a knot belongs to the piece on its left. coeffs: made by one of the functions above, or by torchcde. knots:
     the t given there.
     """
+
+    jumps: ClassVar[bool] = False  # dX/dt does, at the knots
 
     def __init__(self, coeffs: Tensor, knots: Tensor | None = None):
         self.coeffs, self.knots = coeffs, _knots(coeffs, self._n_knots(coeffs), knots)
@@ -261,6 +264,8 @@ class LinearControl(Control):
     dX/dt jumps at the knots, where the slope on the left is seen. Let steps end on the knots, and use ALF: it looks
     inside its steps only and keeps its order. Those that look at the ends, as Heun and RK4 do, fall to order 1.
     """
+
+    jumps = True
 
     @staticmethod
     def _n_knots(coeffs: Tensor) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,19 +11,17 @@ from torch import Tensor, nn
 from torchmali.controllers import FixedStep, StepController
 from torchmali.gradients.base import GradientMethod
 from torchmali.gradients.mali import MALI
-from torchmali.odeint import solve
-from torchmali.solution import InvalidState, InvalidTimes, Stats, require
+from torchmali.nn.base import SolveModule
+from torchmali.solution import InvalidState, InvalidTimes, require
 from torchmali.solvers.base import Solver
 from torchmali.solvers.leapfrog import ALF
 
 
-class ODERNNCell(nn.Module):
+class ODERNNCell(SolveModule):
     """One step of an ODE-RNN: h moves from t0 to t1 by dh/dt = func(t, h), then becomes cell(x, h).
 
-    cell: an nn.GRUCell, or anything else from (x, h) to h. `last_stats` has the counts of the last solve.
+    cell: an nn.GRUCell, or anything else from (x, h) to h. buffers: see `solve`. `last_stats`: of the last solve.
     """
-
-    last_stats: Stats | None
 
     def __init__(
         self,
@@ -34,29 +31,24 @@ class ODERNNCell(nn.Module):
         solver: Solver = ALF(),  # noqa: B008 (solvers, controllers and gradient methods are immutable values)
         controller: StepController = FixedStep(0.25),  # noqa: B008
         gradient: GradientMethod = MALI(),  # noqa: B008
+        buffers: str = "update",
     ):
-        super().__init__()
+        super().__init__(solver, controller, gradient, buffers)
         self.func, self.cell = func, cell
-        self.solver, self.controller, self.gradient = solver, controller, gradient
-        self.last_stats = None
 
     def forward(
         self, x: Tensor, h: Tensor, t0: float | Tensor, t1: float | Tensor, observed: Tensor | None = None
     ) -> Tensor:
         """h after x was seen at t1. Rows that are not `observed`, (batch,), have moved but seen nothing."""
         if t0 != t1:
-            how: dict[str, Any] = {"solver": self.solver, "controller": self.controller, "gradient": self.gradient}
-            span: Any = (t0, t1)
-            solution = solve(self.func, h, span, **how)
-            h, self.last_stats = solution.y[-1], solution.stats
+            h = self.solve(self.func, h, (t0, t1)).y[-1]
         if observed is None:
             return self.cell(x, h)
+        what = f"observed must be bool of shape {tuple(x.shape[:1])}; got {observed.dtype} of {tuple(observed.shape)}."
+        require(observed.dtype == torch.bool and observed.shape == x.shape[:1], what, InvalidState)
         observed = observed.unsqueeze(-1)
         # What was not observed may be nan, and 0 * nan would be its share of the cell's gradient.
         return torch.where(observed, self.cell(x.masked_fill(~observed, 0), h), h)
-
-    def extra_repr(self) -> str:
-        return f"solver={self.solver}, controller={self.controller}, gradient={self.gradient}"
 
 
 class ODERNN(nn.Module):

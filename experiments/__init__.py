@@ -1,0 +1,1 @@
+"""Every experiment of the paper: run, resume, compare, show. `python -m experiments --help`."""

@@ -1,0 +1,77 @@
+"""The command line of the experiments."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from experiments.catalogue import EXPERIMENTS
+from experiments.runner import BadOption, Experiment, Options, parsed, run_all, tasks_of
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__, pretty_exceptions_enable=False)
+console = Console()
+
+
+@app.command("list")
+def list_() -> None:
+    """What there is: experiments, what they show, presets, data, time."""
+    table = Table(title="Experiments")
+    for column in ("name", "what", "shows", "presets (time)", "methods", "data"):
+        table.add_column(column)
+    for experiment in EXPERIMENTS.values():
+        presets = "\n".join(f"{name} ({experiment.takes.get(name, '?')})" for name in experiment.presets)
+        methods = ", ".join(experiment.methods) or "-"
+        table.add_row(experiment.name, experiment.what, experiment.shows, presets, methods, experiment.data)
+    console.print(table)
+
+
+@app.command()
+def run(
+    name: Annotated[str, typer.Argument(help="of an experiment; `list` shows all")],
+    preset: Annotated[str, typer.Option(help="smoke: seconds; cpu: two cores; paper: as published")] = "cpu",
+    method: Annotated[str, typer.Option(help="one or several, as in mali,aca; default: all")] = "",
+    seed: Annotated[str, typer.Option(help="one or several, as in 0,1,2; default: the experiment's")] = "",
+    set_: Annotated[list[str] | None, typer.Option("--set", help="field=value of the config; may be repeated")] = None,
+    jobs: Annotated[int, typer.Option(help="runs side by side, with one thread each")] = 1,
+    max_seconds: Annotated[float | None, typer.Option(help="for each run; the same command goes on later")] = None,
+    force: Annotated[bool, typer.Option("--force", help="run again what is finished")] = False,
+    keep_weights: Annotated[bool, typer.Option("--keep-weights", help="beside the record, up to 5 MB")] = False,
+    data_dir: Annotated[Path | None, typer.Option(help="where data sets are; default: TORCHMALI_DATA")] = None,
+) -> None:
+    """Run an experiment; go on with one that was stopped; skip one that is finished."""
+    experiment = _known(name)
+    seeds = _numbers(seed)
+    changes = parsed(experiment, preset, set_ or [])
+    tasks = tasks_of(experiment, preset, [m for m in method.split(",") if m], seeds, changes)
+    if not run_all(tasks, Options(force, max_seconds, keep_weights, data_dir), jobs, console):
+        raise typer.Exit(1)
+
+
+def _known(name: str) -> Experiment:
+    if name not in EXPERIMENTS:
+        raise BadOption(f"There is no experiment {name!r}; there are {', '.join(EXPERIMENTS)}.")
+    return EXPERIMENTS[name]
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",") if part]
+    except ValueError:
+        raise BadOption(f"--seed {text}: give numbers, as in --seed 0,1,2.") from None
+
+
+def main() -> None:
+    try:
+        app()
+    except BadOption as error:
+        console.print(str(error), markup=False, highlight=False)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

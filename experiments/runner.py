@@ -1,0 +1,400 @@
+"""One way to run everything: configs as data, runs that can be killed and resumed, queues, records.
+
+An experiment is a function from a frozen config to results. What it computes in pieces it asks for through its `Run`:
+finished pieces are kept in `runs/` and not computed again, so that a run that was killed goes on where it was.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import multiprocessing
+import os
+import shutil
+import threading
+import time
+import traceback
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from experiments.record import RECORDS, RUNS, DamagedRecord, Record, set_aside
+
+MAX_WEIGHTS = 5_000_000  # bytes that may be kept beside a record
+
+
+class BadOption(Exception):
+    """Something on the command line is not as it should be; the message says what to do."""
+
+
+class OutOfTime(Exception):
+    """--max-seconds have passed."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """What every experiment has; each adds its own fields."""
+
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """main: from a config to results, with the help of a `Run`. methods: what --method may name; empty: it has none."""
+
+    name: str
+    what: str
+    shows: str  # tables and figures
+    presets: Mapping[str, Config]
+    main: Callable[[Any, Run], dict[str, Any]]
+    takes: Mapping[str, str]  # how long a preset takes
+    data: str = "none"
+    methods: Sequence[str] = ()
+    seeds: Sequence[int] = (0,)
+
+    def config(self, preset: str, changes: Mapping[str, Any]) -> Config:
+        if preset not in self.presets:
+            raise BadOption(f"{self.name} has no preset {preset!r}; it has {', '.join(self.presets)}.")
+        return dataclasses.replace(self.presets[preset], **changes)
+
+
+class Task(NamedTuple):
+    """One run that is asked for."""
+
+    experiment: Experiment
+    preset: str
+    changes: dict[str, Any]  # of the preset
+
+    @property
+    def config(self) -> Config:
+        return self.experiment.config(self.preset, self.changes)
+
+    @property
+    def name(self) -> str:
+        """Of its record: the preset, then what was changed of it."""
+        parts = [self.preset, *(_part(key, value) for key, value in sorted(self.changes.items()))]
+        return "-".join(parts)
+
+    @property
+    def path(self) -> Path:
+        return RECORDS / self.experiment.name / f"{self.name}.json"
+
+    @property
+    def folder(self) -> Path:
+        """Where it keeps what is not finished. Another config of the same name must not find it."""
+        body = json.dumps(dataclasses.asdict(self.config), sort_keys=True, default=str)
+        return RUNS / self.experiment.name / f"{self.name}-{hashlib.sha256(body.encode()).hexdigest()[:8]}"
+
+    @property
+    def command(self) -> str:
+        words = [f"python -m experiments run {self.experiment.name} --preset {self.preset}"]
+        for key, value in sorted(self.changes.items()):
+            words.append(f"--{key} {value}" if key in ("method", "seed") else f"--set {key}={value}")
+        return " ".join(words)
+
+    def finished(self) -> Record | None:
+        """Its record, if there is one that can be trusted and was made with this config."""
+        if not self.path.exists():
+            return None
+        record = Record.read(self.path)
+        same = record.config == as_json(dataclasses.asdict(self.config))
+        return record if record.finished and same else None
+
+
+def _part(key: str, value: Any) -> str:
+    return str(value) if key == "method" else f"{key}{value}" if key == "seed" else f"{key}={value}".replace("/", "_")
+
+
+def as_json(value: Any) -> Any:
+    return json.loads(json.dumps(value))
+
+
+Tell = Callable[[float, str], None]
+
+
+@dataclass
+class Run:
+    """What a running experiment has: a folder, a bar, a deadline, and the pieces that were finished before."""
+
+    task: Task
+    tell: Tell = lambda done, text: None  # noqa: E731
+    deadline: float = float("inf")  # of time.monotonic()
+    data_dir: Path | None = None
+    metrics: dict[str, list] = field(default_factory=dict)
+    seconds: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self):
+        self.folder = self.task.folder
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._pieces: dict[str, Any] | None = None
+
+    def seed(self, *of: Any) -> int:
+        """One number for each use of random numbers, from the seed of the config."""
+        text = "/".join(map(str, (getattr(self.task.config, "seed", 0), *of)))
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
+
+    def generator(self, *of: Any) -> torch.Generator:
+        return torch.Generator().manual_seed(self.seed(*of))
+
+    def log(self, **facts: Any) -> None:
+        """A line of the run's log, which is never rewritten."""
+        with (self.folder / "log.jsonl").open("a") as file:
+            file.write(json.dumps(facts) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    def pieces(self, work: Mapping[str, Callable[[], Any]]) -> dict[str, Any]:
+        """The values of all pieces, computing those that are missing, one after the other."""
+        done = self._finished_pieces()
+        for i, (name, compute) in enumerate(work.items()):
+            if name not in done:
+                self.check_time()
+                self.tell(i / len(work), name)
+                start = time.perf_counter()
+                value = as_json(compute())
+                done[name] = value
+                with (self.folder / "pieces.jsonl").open("a") as file:
+                    file.write(_line({"name": name, "value": value, "seconds": time.perf_counter() - start}))
+                    file.flush()
+                    os.fsync(file.fileno())
+        self.tell(1.0, "done")
+        return {name: done[name] for name in work}
+
+    def _finished_pieces(self) -> dict[str, Any]:
+        if self._pieces is None:
+            path = self.folder / "pieces.jsonl"
+            lines = path.read_text().splitlines() if path.exists() else []
+            bodies = [body for line in lines if (body := _checked(line))]
+            if len(bodies) < len(lines):  # killed while it wrote: what is whole counts
+                path.write_text("".join(map(_line, bodies)))
+            self._pieces = {body["name"]: body["value"] for body in bodies}
+        return self._pieces
+
+    def check_time(self) -> None:
+        if time.monotonic() > self.deadline:
+            raise OutOfTime
+
+
+def _line(body: Mapping[str, Any]) -> str:
+    text = json.dumps(body)
+    return json.dumps({"sha256": hashlib.sha256(text.encode()).hexdigest(), "body": text}) + "\n"
+
+
+def _checked(line: str) -> dict[str, Any] | None:
+    try:
+        outer = json.loads(line)
+        whole = hashlib.sha256(outer["body"].encode()).hexdigest() == outer["sha256"]
+        return json.loads(outer["body"]) if whole else None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+class Options(NamedTuple):
+    force: bool = False
+    max_seconds: float | None = None
+    keep_weights: bool = False
+    data_dir: Path | None = None
+
+
+def perform(task: Task, options: Options, tell: Tell) -> str:
+    """Run a task, or find that it is done; returns what happened, in a few words."""
+    torch.set_num_threads(1)
+    note = ""
+    try:
+        if not options.force and task.finished():
+            return "finished before"
+    except DamagedRecord as error:
+        note = f"{error} Set aside as {set_aside(task.path).name}. "
+    if options.force:
+        shutil.rmtree(task.folder, ignore_errors=True)
+    deadline = float("inf") if options.max_seconds is None else time.monotonic() + options.max_seconds
+    run = Run(task, tell, deadline, options.data_dir)
+    start = time.perf_counter()
+    try:
+        results, finished = task.experiment.main(task.config, run), True
+    except OutOfTime:
+        results, finished = {}, False
+    spent = run.seconds.get("before", 0.0) + time.perf_counter() - start
+    run.seconds["total"] = spent
+    if finished or run.metrics:
+        config = as_json(dataclasses.asdict(task.config))
+        record = Record(
+            task.experiment.name, task.preset, config, task.command, as_json(results), run.metrics, run.seconds,
+            finished=finished,
+        )  # fmt: skip
+        record.written(task.path)
+    if not finished:
+        return note + "stopped for time; the same command goes on from here"
+    if options.keep_weights:
+        note += _kept_weights(task)
+    return note + f"done in {spent:.0f} s"
+
+
+def _kept_weights(task: Task) -> str:
+    weights = task.folder / "weights.pt"
+    if not weights.exists():
+        return "there are no weights to keep. "
+    size = weights.stat().st_size
+    if size > MAX_WEIGHTS:
+        return f"weights of {size:,} bytes stay in runs/ (limit {MAX_WEIGHTS:,}). "
+    shutil.copyfile(weights, task.path.with_suffix(".pt"))
+    return ""
+
+
+def run_all(tasks: Sequence[Task], options: Options, jobs: int, console: Console) -> bool:
+    """All tasks, `jobs` at a time, with a bar each; true if none failed."""
+    failed = []
+    with _bars(console) as progress:
+        bars = {
+            task.path: progress.add_task(f"{task.experiment.name} {task.name}", total=1.0, text="") for task in tasks
+        }
+        for task, ok, text in _performed(tasks, options, jobs, progress, bars):
+            progress.update(bars[task.path], visible=False)
+            console.print(f"{task.experiment.name} {task.name}: {text}", markup=False, highlight=False)
+            if not ok:
+                failed.append(task)
+    return not failed
+
+
+def _performed(
+    tasks: Sequence[Task], options: Options, jobs: int, progress: Progress, bars: Mapping[Path, TaskID]
+) -> Iterator[tuple[Task, bool, str]]:
+    if jobs == 1:
+        for task in tasks:
+
+            def tell(done: float, text: str, task: Task = task) -> None:
+                progress.update(bars[task.path], completed=done, text=text)
+
+            yield task, *_attempt(task, options, tell)
+        return
+    spawn = multiprocessing.get_context("spawn")
+    news, waiting, working = spawn.Queue(), list(tasks), {}
+    try:
+        while waiting or working:
+            while waiting and len(working) < jobs:
+                task = waiting.pop(0)
+                reference = (task.experiment.name, task.preset, task.changes)
+                process = spawn.Process(target=_work, args=(reference, options, news), daemon=True)
+                process.start()
+                working[task.path] = task, process
+            path, done, text, ok = _next_news(news, working)
+            task, process = working[path]
+            if ok is None:
+                progress.update(bars[path], completed=done, text=text)
+            else:
+                process.join()
+                del working[path]
+                yield task, ok, text
+    finally:
+        for _, process in working.values():
+            process.terminate()
+
+
+def _next_news(news: Any, working: Mapping[Path, Any]) -> tuple[Path, float, str, bool | None]:
+    while True:
+        try:
+            return news.get(timeout=1.0)
+        except Exception:  # queue.Empty: is everyone still alive?
+            for path, (_, process) in working.items():
+                if not process.is_alive() and news.empty():
+                    return path, 0.0, f"its process died (exit code {process.exitcode})", False
+
+
+def _work(reference: tuple[str, str, dict[str, Any]], options: Options, news: Any) -> None:
+    """In a process of its own."""
+    from experiments.catalogue import EXPERIMENTS  # it imports this module
+
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    name, preset, changes = reference
+    task = Task(EXPERIMENTS[name], preset, changes)
+    ok, text = _attempt(task, options, lambda done, text: news.put((task.path, done, text, None)))
+    news.put((task.path, 1.0, text, ok))
+
+
+def _end_with_parent() -> None:
+    """A killed parent cannot end its children."""
+    parent = os.getppid()
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(1)
+
+
+def _attempt(task: Task, options: Options, tell: Tell) -> tuple[bool, str]:
+    try:
+        return True, perform(task, options, tell)
+    except BadOption as error:
+        return False, str(error)
+    except Exception:
+        return False, f"failed\n{traceback.format_exc()}"
+
+
+@contextmanager
+def _bars(console: Console) -> Iterator[Progress]:
+    columns = (
+        TextColumn("{task.description}"), BarColumn(bar_width=20), TextColumn("{task.fields[text]}"),
+        TimeRemainingColumn(compact=True),
+    )  # fmt: skip
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        yield progress
+
+
+def tasks_of(
+    experiment: Experiment, preset: str, methods: Iterable[str], seeds: Iterable[int], changes: Mapping[str, Any]
+) -> list[Task]:
+    """One for each method and seed."""
+    methods, seeds = list(methods) or list(experiment.methods), list(seeds) or list(experiment.seeds)
+    unknown = [m for m in methods if m not in experiment.methods]
+    if unknown:
+        known = ", ".join(experiment.methods) or "none"
+        raise BadOption(f"{experiment.name} has no method {unknown[0]!r}; it has {known}.")
+    found = []
+    for seed in seeds:
+        for method in methods or [None]:
+            chosen: dict[str, Any] = {} if method is None else {"method": method}
+            if seed != experiment.presets[preset].seed or len(experiment.seeds) > 1:
+                chosen["seed"] = seed
+            found.append(Task(experiment, preset, {**chosen, **changes}))
+    for task in found:
+        _ = task.config  # raises what is wrong with it
+    return found
+
+
+def parsed(experiment: Experiment, preset: str, assignments: Sequence[str]) -> dict[str, Any]:
+    """--set field=value, with the type of the field."""
+    if preset not in experiment.presets:
+        raise BadOption(f"{experiment.name} has no preset {preset!r}; it has {', '.join(experiment.presets)}.")
+    hints = typing.get_type_hints(type(experiment.presets[preset]))
+    changes = {}
+    for assignment in assignments:
+        name, sign, text = assignment.partition("=")
+        if not sign or name not in hints:
+            raise BadOption(f"--set {assignment}: give field=value with one of the fields {', '.join(hints)}.")
+        try:
+            changes[name] = _value(text, hints[name])
+        except (ValueError, TypeError):
+            raise BadOption(f"--set {assignment}: {name} is a {hints[name]}, and {text!r} is none.") from None
+    return changes
+
+
+def _value(text: str, hint: Any) -> Any:
+    if hint is bool:
+        return {"true": True, "false": False}[text.lower()] if text.lower() in ("true", "false") else _no(text)
+    if hint in (int, float, str):
+        return hint(text)
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin is tuple:
+        return tuple(_value(part, inner[0]) for part in text.split(",") if part)
+    options = [kind for kind in inner if kind is not type(None)]
+    return None if text.lower() == "none" else _value(text, options[0])
+
+
+def _no(text: str) -> Any:
+    raise ValueError(text)

@@ -4,7 +4,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 INSTALL = $(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-all lint bench clean
+.PHONY: demo test test-all lint bench report clean
 
 demo: $(VENV)/dev.stamp
 	$(RUN) -m examples.demo
@@ -22,6 +22,9 @@ lint: $(VENV)/dev.stamp
 
 bench: $(VENV)/bench.stamp
 	$(RUN) -m benchmarks
+
+report: $(VENV)/dev.stamp
+	$(RUN) -m experiments report
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info demo .pytest_cache .ruff_cache

@@ -1,0 +1,94 @@
+"""Hopper in MuJoCo: one chunk of trajectories, in whatever process. No torch here: it would take seconds to start.
+
+The model is dm_control's, read from its installed package without importing it, which would want a screen.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from experiments.data.source import DataError, write_npy
+
+INSTALL = (
+    "Simulating Hopper needs MuJoCo and the model that comes with dm_control: pip install mujoco dm_control. "
+    "Or put the trajectories at HopperPhysics/training.npy in the data folder."
+)
+PARTS = ("skybox", "visual", "materials")
+N_POSITIONS, N_CHANNELS = 7, 14
+
+
+class Model(NamedTuple):
+    """text: hopper.xml. parts: what it includes, by name. made_by: in whose hands it gives the same numbers."""
+
+    text: str
+    parts: dict[str, bytes]
+    made_by: str
+
+
+def model() -> Model:
+    mujoco = _mujoco()
+    spec = importlib.util.find_spec("dm_control")
+    places = list(spec.submodule_search_locations or ()) if spec else []
+    if not places:
+        raise DataError(f"dm_control is not installed. {INSTALL}")
+    suite = Path(places[0]) / "suite"
+    try:
+        text = (suite / "hopper.xml").read_bytes()
+        parts = {f"common/{name}.xml": (suite / "common" / f"{name}.xml").read_bytes() for name in PARTS}
+    except OSError as error:
+        raise DataError(f"dm_control is installed without its Hopper: {error}. {INSTALL}") from None
+    digest = hashlib.sha256(b"".join([text, *parts.values()])).hexdigest()[:8]
+    return Model(text.decode(), parts, f"mujoco-{mujoco.__version__}-{digest}")
+
+
+def chunk(path: Path, start: np.ndarray, length: int, dtype: str) -> None:
+    """Simulate from each row of start and write (trajectory, time, channel), unless it is there already."""
+    if not path.exists():
+        write_npy(path, trajectories(start, length).astype(dtype))
+
+
+def trajectories(start: np.ndarray, length: int) -> np.ndarray:
+    """start: (trajectory, channel). `mujoco.rollout` gives the same bits as single steps, in less time."""
+    mujoco, (text, parts, _) = _mujoco(), model()
+    hopper = mujoco.MjModel.from_xml_string(text, parts)
+    if (hopper.nq, hopper.nv, hopper.na) != (N_POSITIONS, N_POSITIONS, 0):
+        raise DataError(f"dm_control's Hopper has {hopper.nq} positions and {hopper.nv} speeds, not 7 and 7. {INSTALL}")
+    clock = np.zeros((len(start), 1))
+    steps, _ = mujoco.rollout.rollout(
+        hopper, mujoco.MjData(hopper), np.concatenate([clock, start], 1), nstep=length - 1
+    )
+    # MuJoCo stops or starts again, with a warning only, where a state becomes too large: the clock tells.
+    times = np.arange(1, length) * hopper.opt.timestep
+    states = steps[..., 1 : 1 + N_CHANNELS]
+    if np.abs(steps[..., 0] - times).max() > 1e-9 or not np.isfinite(states).all():
+        raise DataError("MuJoCo gave up on a trajectory: its state became too large.")
+    return np.concatenate([start[:, None], states], 1)
+
+
+def _mujoco() -> Any:
+    try:
+        import mujoco
+        import mujoco.rollout
+    except ImportError as error:
+        raise DataError(f"MuJoCo cannot be imported ({error}). {INSTALL}") from None
+    return mujoco
+
+
+def end_with_parent() -> None:
+    """A killed parent cannot end its children; they look after it."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()

@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from experiments import report as report_
 from experiments.catalogue import EXPERIMENTS
 from experiments.runner import BadOption, Experiment, Options, parsed, run_all, tasks_of
 
@@ -50,6 +51,41 @@ def run(
     tasks = tasks_of(experiment, preset, [m for m in method.split(",") if m], seeds, changes)
     if not run_all(tasks, Options(force, max_seconds, keep_weights, data_dir), jobs, console):
         raise typer.Exit(1)
+
+
+@app.command()
+def table(number: Annotated[str, typer.Argument(help="1, 4c, toy, ...; `all` for all")]) -> None:
+    """Print a table of the paper with our numbers, from the records."""
+    found = [table for chapter in report_.chapters() for table in chapter.tables]
+    for one in _chosen(found, number):
+        console.print(one.rich())
+
+
+@app.command()
+def figure(
+    number: Annotated[str, typer.Argument(help="4ab, 4c, ...; `all` for all")],
+    out: Annotated[Path, typer.Option(help="a folder for SVG files")] = Path("figures"),
+) -> None:
+    """Draw a figure of the paper from the records."""
+    found = [picture for chapter in report_.chapters() for picture in chapter.pictures]
+    out.mkdir(parents=True, exist_ok=True)
+    for picture in _chosen(found, number):
+        (out / f"{picture.id}.svg").write_text(picture.svg)
+        console.print(f"{picture.title}: {out / f'{picture.id}.svg'}", markup=False, highlight=False)
+
+
+@app.command()
+def report(out: Annotated[Path | None, typer.Option(help="another folder than docs/")] = None) -> None:
+    """All tables, figures and verdicts as one page, and in Markdown."""
+    for path in report_.write(report_.chapters(), out):
+        console.print(path.name, markup=False, highlight=False)
+
+
+def _chosen(found: list, number: str) -> list:
+    chosen = [x for x in found if number in (x.id, "all")]
+    if not chosen:
+        raise BadOption(f"There is no {number!r}; there are {', '.join(x.id for x in found) or 'none: no records'}.")
+    return chosen
 
 
 def _known(name: str) -> Experiment:

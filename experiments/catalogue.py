@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from experiments import toy
+from experiments import accounting, memory, toy
 from experiments.runner import Experiment
 
 EXPERIMENTS = {
@@ -15,6 +15,22 @@ EXPERIMENTS = {
             presets=toy.PRESETS,
             main=toy.main,
             takes={"smoke": "10 s", "cpu": "3 min", "paper": "7 min"},
+        ),
+        Experiment(
+            name="memory",
+            what="peak memory of one gradient against tolerance and number of steps",
+            shows="Figure 4 c",
+            presets=memory.PRESETS,
+            main=memory.main,
+            takes={"smoke": "10 s", "cpu": "1 min", "paper": "1 min"},
+        ),
+        Experiment(
+            name="accounting",
+            what="computation, memory, depth and reverse accuracy, counted, beside the paper's formulas",
+            shows="Table 1",
+            presets=accounting.PRESETS,
+            main=accounting.main,
+            takes={"smoke": "5 s", "cpu": "30 s", "paper": "30 s"},
         ),
     )
 }

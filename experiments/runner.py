@@ -6,8 +6,11 @@ finished pieces are kept in `runs/` and not computed again, so that a run that w
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import functools
 import hashlib
+import inspect
 import json
 import multiprocessing
 import os
@@ -26,6 +29,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
+import torchmali
 from experiments.record import RECORDS, RUNS, DamagedRecord, Record, set_aside
 
 MAX_WEIGHTS = 5_000_000  # bytes that may be kept beside a record
@@ -130,6 +134,7 @@ class Run:
     data_dir: Path | None = None
     metrics: dict[str, list] = field(default_factory=dict)
     seconds: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)  # what was amiss, in sentences for whoever asked for the run
 
     def __post_init__(self):
         self.folder = self.task.folder
@@ -153,7 +158,7 @@ class Run:
 
     def pieces(self, work: Mapping[str, Callable[[], Any]]) -> dict[str, Any]:
         """The values of all pieces, computing those that are missing, one after the other."""
-        done = self._finished_pieces()
+        done, code = self._finished_pieces(), code_hash(self.task.experiment.main)
         for i, (name, compute) in enumerate(work.items()):
             if name not in done:
                 self.check_time()
@@ -161,8 +166,9 @@ class Run:
                 start = time.perf_counter()
                 value = as_json(compute())
                 done[name] = value
+                body = {"name": name, "value": value, "seconds": time.perf_counter() - start, "code": code}
                 with (self.folder / "pieces.jsonl").open("a") as file:
-                    file.write(_line({"name": name, "value": value, "seconds": time.perf_counter() - start}))
+                    file.write(_line(body))
                     file.flush()
                     os.fsync(file.fileno())
         self.tell(1.0, "done")
@@ -172,8 +178,10 @@ class Run:
         if self._pieces is None:
             path = self.folder / "pieces.jsonl"
             lines = path.read_text().splitlines() if path.exists() else []
-            bodies = [body for line in lines if (body := _checked(line))]
-            if len(bodies) < len(lines):  # killed while it wrote: what is whole counts
+            # Killed while it wrote: what is whole counts. Of code that has changed since: it does not.
+            code = code_hash(self.task.experiment.main)
+            bodies = [body for line in lines if (body := _checked(line)) and body["code"] == code]
+            if len(bodies) < len(lines):
                 path.write_text("".join(map(_line, bodies)))
             self._pieces = {body["name"]: body["value"] for body in bodies}
         return self._pieces
@@ -181,6 +189,27 @@ class Run:
     def check_time(self) -> None:
         if time.monotonic() > self.deadline:
             raise OutOfTime
+
+
+@functools.cache
+def code_hash(main: Callable) -> str:
+    """Of what computes: the module of `main`, what it imports of the experiments, and torchmali."""
+    core = sorted(Path(torchmali.__file__).parent.rglob("*.py"))
+    ours = sorted(_imported(Path(inspect.getfile(main)), set()))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in [*ours, *core])).hexdigest()[:16]
+
+
+def _imported(path: Path, seen: set[Path]) -> set[Path]:
+    if path in seen or path == Path(__file__):
+        return seen
+    seen.add(path)
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "experiments":
+            base = Path(__file__).parent.joinpath(*node.module.split(".")[1:])
+            for other in (base.with_suffix(".py"), *(base / f"{alias.name}.py" for alias in node.names)):
+                if other.exists():
+                    _imported(other, seen)
+    return seen
 
 
 def _line(body: Mapping[str, Any]) -> str:
@@ -222,6 +251,7 @@ def perform(task: Task, options: Options, tell: Tell) -> str:
         results, finished = task.experiment.main(task.config, run), True
     except OutOfTime:
         results, finished = {}, False
+    note += "".join(f"{sentence} " for sentence in run.notes)
     spent = run.seconds.get("before", 0.0) + time.perf_counter() - start
     run.seconds["total"] = spent
     if finished or run.metrics:

@@ -1,0 +1,152 @@
+"""All results on one page, and in docs/results.md, from committed records alone."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from experiments.record import RECORDS, ROOT, Record
+from experiments.show import VERDICTS, Claim, Picture, Table
+from experiments.views import accounting, memory, toy
+
+PAGE = ROOT / "docs" / "results.html"
+MARKDOWN = ROOT / "docs" / "results.md"
+FIGURES = ROOT / "docs" / "figures"
+
+STYLE = """
+:root { color-scheme: light dark; --ink: #222; --paper: #fff; --pale: #666; --line: #ddd; --card: #fff; --link: #1f5fa8;
+  --good: #2e7d32; --part: #b26a00; --bad: #b3261e; --none: #777; }
+@media (prefers-color-scheme: dark) { :root { --ink: #e6e6e6; --paper: #16181c; --pale: #a0a0a0; --line: #3a3d44;
+  --card: #f4f4f2; --link: #8ab8ea; --good: #7bc67e; --part: #e0a94a; --bad: #f08a80; --none: #9a9a9a; } }
+* { box-sizing: border-box; }
+body { margin: 0 auto; padding: 1.2rem; max-width: 62rem; font: 16px/1.55 system-ui, sans-serif; color: var(--ink);
+  background: var(--paper); }
+h1 { font-size: 1.6rem; line-height: 1.2; } h2 { margin-top: 2.6rem; border-bottom: 1px solid var(--line); }
+a { color: var(--link); } .note, figcaption { color: var(--pale); font-size: .9rem; }
+figcaption b { color: var(--ink); }
+figure { margin: 1.6rem 0; } .card { background: var(--card); border-radius: 6px; padding: .5rem; }
+.card svg { display: block; width: 100%; height: auto; }
+.scroll { overflow-x: auto; max-width: 100%; } table { border-collapse: collapse; font-size: .86rem; }
+th, td { padding: .25rem .6rem; border-bottom: 1px solid var(--line); text-align: right; vertical-align: top; }
+th:first-child, td:first-child, th:nth-child(2), td:nth-child(2) { text-align: left; }
+thead th { border-bottom: 2px solid var(--line); }
+pre { font-size: .8rem; color: var(--pale); white-space: pre-wrap; overflow-wrap: anywhere; margin: .3rem 0; }
+.claim { border-left: 4px solid var(--none); padding: .1rem 0 .1rem .8rem; margin: 1rem 0; overflow-wrap: anywhere; }
+.claim p { margin: .25rem 0; } .v { font-weight: 600; }
+.holds { border-color: var(--good); } .part { border-color: var(--part); } .not { border-color: var(--bad); }
+.holds .v { color: var(--good); } .part .v { color: var(--part); } .not .v { color: var(--bad); }
+nav { display: flex; flex-wrap: wrap; gap: .2rem 1rem; }
+"""
+KINDS: dict[str, str] = dict(zip(VERDICTS, ("holds", "part", "not", "none", "none"), strict=True))
+
+
+class Chapter(NamedTuple):
+    """What one experiment shows."""
+
+    name: str
+    title: str
+    tables: list[Table]
+    pictures: list[Picture]
+    claims: list[Claim]
+
+
+class View(NamedTuple):
+    experiment: str
+    title: str
+    read: Callable[[Record, str], tuple[list[Table], list[Picture], list[Claim]]]
+
+
+def _toy(record: Record, path: str) -> tuple[list[Table], list[Picture], list[Claim]]:
+    found = toy.Toy(record, path)
+    return toy.tables(found), toy.pictures(found), toy.claims(found)
+
+
+def _memory(record: Record, path: str) -> tuple[list[Table], list[Picture], list[Claim]]:
+    return memory.tables(record, path), memory.pictures(record, path), memory.claims(record, path)
+
+
+def _accounting(record: Record, path: str) -> tuple[list[Table], list[Picture], list[Claim]]:
+    return accounting.tables(record, path), [], accounting.claims(record, path)
+
+
+VIEWS = (
+    View("accounting", "Cost of the methods (Table 1)", _accounting),
+    View("toy", "Toy gradients (Figure 4 a, b)", _toy),
+    View("memory", "Memory (Figure 4 c)", _memory),
+)
+
+
+def chapters(preset: str = "cpu") -> list[Chapter]:
+    """Of every experiment that has a finished record of this preset."""
+    found = []
+    for view in VIEWS:
+        path = RECORDS / view.experiment / f"{preset}.json"
+        if path.exists():
+            shown = path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else path.as_posix()
+            found.append(Chapter(view.experiment, view.title, *view.read(Record.read(path), shown)))
+    return found
+
+
+def page(found: list[Chapter]) -> str:
+    """One file that needs no other."""
+    body = ["<h1>torchmali: the paper's experiments, measured</h1>"]
+    body.append(
+        "<p>Every table and figure here is made from records in the repository; numbers link to theirs, and the "
+        "command that made it stands below. What the paper claims is followed by what was found.</p>"
+    )
+    links = "".join(f'<a href="#{c.name}">{html.escape(c.title)}</a>' for c in found)
+    body.append(f'<nav><a href="#verdicts">Verdicts</a>{links}</nav>')
+    body.append("<h2 id=verdicts>Verdicts</h2>")
+    body += [_claim(claim) for chapter in found for claim in chapter.claims]
+    for chapter in found:
+        body.append(f'<h2 id="{chapter.name}">{html.escape(chapter.title)}</h2>')
+        body += [picture.html() for picture in chapter.pictures] + [table.html() for table in chapter.tables]
+    head = "<meta charset=utf-8><meta name=viewport content='width=device-width, initial-scale=1'>"
+    title = "<title>torchmali: results</title><link rel=icon href='data:,'>"
+    head = f"<head>{head}{title}<style>{STYLE}</style></head>"
+    return f"<!doctype html><html lang=en>{head}<body>{''.join(body)}</body></html>\n"
+
+
+def _claim(claim: Claim) -> str:
+    links = " ".join(f'<a href="../{html.escape(path)}">record</a>' for path in claim.records)
+    where, text, numbers = map(html.escape, (claim.where, claim.text, claim.numbers))
+    said = f"<p><span class=v>{html.escape(claim.verdict)}</span>: {text} <span class=note>({where})</span></p>"
+    return f'<div class="claim {KINDS[claim.verdict]}">{said}<p class=note>{numbers} {links}</p></div>'
+
+
+def markdown(found: list[Chapter]) -> str:
+    lines = ["# Results", ""]
+    lines += ["Made by `make report` from the records in `experiments/records/`; numbers link to theirs.", ""]
+    lines += ["## Verdicts", "", "| the paper says | where | here | numbers |", "|---|---|---|---|"]
+    for chapter in found:
+        for claim in chapter.claims:
+            cells = (claim.text, claim.where, f"**{claim.verdict}**", claim.numbers)
+            lines.append(f"| {' | '.join(x.replace('|', chr(92) + '|') for x in cells)} |")
+    for chapter in found:
+        lines += ["", f"## {chapter.title}", ""]
+        for picture in chapter.pictures:
+            lines += [f"![{picture.title}](figures/{picture.id}.svg)", "", f"*{picture.title}. {picture.caption}*", ""]
+        for table in chapter.tables:
+            lines += [table.markdown(), ""]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def write(found: list[Chapter], folder: Path | None = None) -> list[Path]:
+    """The page, the Markdown and the figures."""
+    page_path, markdown_path, figures = (
+        (PAGE, MARKDOWN, FIGURES)
+        if folder is None
+        else (folder / "results.html", folder / "results.md", folder / "figures")
+    )
+    figures.mkdir(parents=True, exist_ok=True)
+    page_path.write_text(page(found))
+    markdown_path.write_text(markdown(found))
+    written: list[Any] = [page_path, markdown_path]
+    for chapter in found:
+        for picture in chapter.pictures:
+            path = figures / f"{picture.id}.svg"
+            path.write_text(picture.svg)
+            written.append(path)
+    return written

@@ -1,0 +1,1 @@
+"""What records show: tables, figures and verdicts of each experiment."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from experiments import accounting, memory, toy
+from experiments import accounting, explain, memory, stability, toy
 from experiments.runner import Experiment
 
 EXPERIMENTS = {
@@ -31,6 +31,22 @@ EXPERIMENTS = {
             presets=accounting.PRESETS,
             main=accounting.main,
             takes={"smoke": "5 s", "cpu": "30 s", "paper": "30 s"},
+        ),
+        Experiment(
+            name="stability",
+            what="regions of stability, eigenvalues, orders, and errors of ways back, against the theorems",
+            shows="Theorems 2.1, 3.1, 3.2; the appendix's figure of stability",
+            presets=stability.PRESETS,
+            main=stability.main,
+            takes={"smoke": "8 s", "cpu": "40 s", "paper": "20 min"},
+        ),
+        Experiment(
+            name="explain",
+            what="the paper's drawings, from real runs: trials and steps, two ways back, reconstruction",
+            shows="Figures 1, 2, 3",
+            presets=explain.PRESETS,
+            main=explain.main,
+            takes={"smoke": "2 s", "cpu": "2 s", "paper": "5 s"},
         ),
     )
 }

@@ -47,7 +47,7 @@ def tables(record: Record, path: str) -> list[Table]:
                 texts = [
                     f"{cell['steps']} ({trials:.2f})",
                     f"{cell['forward']} + {cell['backward']}",
-                    f"{slope:.2f}",
+                    f"{abs(slope):.2f}",
                     depth,
                     short(cell["error"]),
                 ]
@@ -88,7 +88,7 @@ def claims(record: Record, path: str) -> list[Claim]:
     slopes = {m: [results["fits"][f"{f} / {m}"]["slope"] / results["state_bytes"][f] for f in fields] for m in METHODS}
     flat = max(abs(x) for m in ("MALI", "adjoint") for x in slopes[m]) < 0.01
     steep = min(slopes["naive, h detached"]) >= 3 * max(slopes["ACA"])
-    numbers = ", ".join(f"{m} {' / '.join(f'{x:.2f}' for x in xs)}" for m, xs in slopes.items())
+    numbers = ", ".join(f"{m} {' / '.join(f'{abs(x):.2f}' for x in xs)}" for m, xs in slopes.items())
     memory = Claim(
         "Table 1, memory", "Memory grows with the number of steps for naive and ACA, not for MALI and the adjoint",
         "holds" if flat and min(slopes["ACA"]) > 0.9 else "does not hold here",

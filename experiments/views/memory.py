@@ -48,7 +48,7 @@ def tables(record: Record, path: str) -> list[Table]:
         for method in METHODS:
             peaks = [results["cells"][f"{field} / {method} / tolerance {t:g}"]["peak"] for t in config["tolerances"]]
             fit = results["fits"].get(f"{field} / {method}")
-            slope = "-" if fit is None else f"{fit['slope'] / state:.2f}"
+            slope = "-" if fit is None else f"{abs(fit['slope'] / state):.2f}"
             r2 = "-" if fit is None or abs(fit["slope"]) < 1e-3 * state else f"{fit['r2']:.4f}"
             texts = [f"{peaks[0] / 1e6:.2f}", f"{peaks[-1] / 1e6:.2f}", f"{max(peaks) / min(peaks):.2f}", slope, r2]
             rows.append([field, method, *(Cell(text, path) for text in texts)])
@@ -78,7 +78,7 @@ def claims(record: Record, path: str) -> list[Claim]:
     holds = flat["MALI"] <= 1.1 and flat["adjoint"] <= 1.1 and min(slopes["ACA"]) > 1 and min(slopes["naive"]) > 1
     numbers = "Largest / smallest peak over tolerances "
     numbers += ", ".join(f"{m} {short(x, 3)}" for m, x in flat.items()) + ". States per step "
-    numbers += ", ".join(f"{m} {' / '.join(f'{x:.2f}' for x in xs)}" for m, xs in slopes.items()) + "."
+    numbers += ", ".join(f"{m} {' / '.join(f'{abs(x):.2f}' for x in xs)}" for m, xs in slopes.items()) + "."
     text = "As the tolerance falls, naive and ACA need more memory, MALI and the adjoint a constant amount"
     verdict = "holds" if holds else "holds in part"
     return [Claim("Section 4.1, Figure 4 c", text, verdict, numbers, [path])]

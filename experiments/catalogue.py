@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from experiments import accounting, explain, memory, stability, toy
+from experiments import accounting, digits, explain, memory, stability, toy
 from experiments.runner import Experiment
 
 EXPERIMENTS = {
@@ -47,6 +47,16 @@ EXPERIMENTS = {
             presets=explain.PRESETS,
             main=explain.main,
             takes={"smoke": "2 s", "cpu": "2 s", "paper": "5 s"},
+        ),
+        Experiment(
+            name="digits",
+            what="the smallest training: digits by a network with an ODE block, five gradient methods",
+            shows="no table of the paper; a check of the training loop",
+            presets=digits.PRESETS,
+            main=digits.main,
+            takes={"smoke": "10 s a method", "cpu": "20 s to 90 s a method"},
+            data="scikit-learn's digits (comes with it)",
+            methods=digits.METHODS,
         ),
     )
 }

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from experiments.record import RECORDS, ROOT, Record
 from experiments.show import VERDICTS, Claim, Picture, Table
-from experiments.views import accounting, memory, toy
+from experiments.views import accounting, memory, theory, toy
 
 PAGE = ROOT / "docs" / "results.html"
 MARKDOWN = ROOT / "docs" / "results.md"
@@ -71,10 +71,20 @@ def _accounting(record: Record, path: str) -> tuple[list[Table], list[Picture], 
     return accounting.tables(record, path), [], accounting.claims(record, path)
 
 
+def _stability(record: Record, path: str) -> tuple[list[Table], list[Picture], list[Claim]]:
+    return theory.tables(record, path), theory.pictures(record, path), theory.claims(record, path)
+
+
+def _explain(record: Record, path: str) -> tuple[list[Table], list[Picture], list[Claim]]:
+    return [], theory.explained(record, path), []
+
+
 VIEWS = (
+    View("explain", "How it works (Figures 1 to 3)", _explain),
     View("accounting", "Cost of the methods (Table 1)", _accounting),
     View("toy", "Toy gradients (Figure 4 a, b)", _toy),
     View("memory", "Memory (Figure 4 c)", _memory),
+    View("stability", "Theorems: stability, orders, ways back", _stability),
 )
 
 

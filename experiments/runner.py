@@ -239,7 +239,7 @@ def perform(task: Task, options: Options, tell: Tell) -> str:
     note = ""
     try:
         if not options.force and task.finished():
-            return "finished before"
+            return (_kept_weights(task) if options.keep_weights else "") + "finished before"
     except DamagedRecord as error:
         note = f"{error} Set aside as {set_aside(task.path).name}. "
     if options.force:
@@ -288,7 +288,7 @@ def run_all(tasks: Sequence[Task], options: Options, jobs: int, console: Console
         }
         for task, ok, text in _performed(tasks, options, jobs, progress, bars):
             progress.update(bars[task.path], visible=False)
-            console.print(f"{task.experiment.name} {task.name}: {text}", markup=False, highlight=False)
+            console.print(f"{task.experiment.name} {task.name}: {text}", markup=False, highlight=False, soft_wrap=True)
             if not ok:
                 failed.append(task)
     return not failed

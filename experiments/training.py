@@ -1,0 +1,415 @@
+"""Training that can be killed at any moment: Lightning for the loops, a checkpoint after each epoch.
+
+Every epoch, also of an undisturbed run, is a `Trainer.fit` of its own that starts from the last checkpoint and from
+seeds of its own. So nothing but the checkpoint is carried over, and a run that was killed ends with the same bits as
+one that was not.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import itertools
+import logging
+import math
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sized
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import lightning
+import torch
+from lightning.pytorch.utilities import rank_zero_only
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torchmetrics.classification import MulticlassAccuracy
+
+from experiments.record import set_aside, write_in_one_piece
+from experiments.runner import OutOfTime, Run, code_hash
+from torchmali.nn.base import SolveModule
+
+N_KEPT = 2  # checkpoints; one more than needed, should the last be damaged
+
+
+class Batches(Protocol):
+    """The data of a run. All chance is in the generators, or in torch's global one, which is seeded for each epoch."""
+
+    def train(self, epoch: int, order: torch.Generator, subsample: torch.Generator) -> Iterable: ...
+
+    def validation(self) -> Iterable: ...
+
+    def test(self) -> Iterable: ...
+
+
+@dataclass(frozen=True)
+class InMemory:
+    """Sets of tensors with the same number of rows. n_per_epoch: rows drawn for an epoch; None: all."""
+
+    train_set: tuple[Tensor, ...]
+    validation_set: tuple[Tensor, ...]
+    test_set: tuple[Tensor, ...]
+    batch: int
+    n_per_epoch: int | None = None
+    batch_in_tests: int = 128  # with several processes, each needs one batch
+
+    @property
+    def n_batches(self) -> int:
+        """Of an epoch; what schedules by step want to know."""
+        n = len(self.train_set[0])
+        return -(-(n if self.n_per_epoch is None else min(n, self.n_per_epoch)) // self.batch)
+
+    def train(self, epoch: int, order: torch.Generator, subsample: torch.Generator) -> Iterable:
+        n = len(self.train_set[0])
+        if self.n_per_epoch is None:
+            return _Rows(self.train_set, torch.randperm(n, generator=order), self.batch)
+        drawn = torch.randperm(n, generator=subsample)[: self.n_per_epoch]
+        return _Rows(self.train_set, drawn[torch.randperm(len(drawn), generator=order)], self.batch)
+
+    def validation(self) -> Iterable:
+        return _Rows(self.validation_set, torch.arange(len(self.validation_set[0])), self.batch_in_tests)
+
+    def test(self) -> Iterable:
+        return _Rows(self.test_set, torch.arange(len(self.test_set[0])), self.batch_in_tests)
+
+
+class _Rows:
+    def __init__(self, tensors: tuple[Tensor, ...], rows: Tensor, batch: int):
+        self.tensors, self.rows, self.batch = tensors, rows, batch
+
+    def __len__(self) -> int:
+        return -(-len(self.rows) // self.batch)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
+        for part in self.rows.split(self.batch):
+            yield tuple(tensor[part] for tensor in self.tensors)
+
+
+class Classifier(lightning.LightningModule):
+    """A network that is trained by cross-entropy; counts the evaluations of f by all that it solves."""
+
+    def __init__(
+        self,
+        network: nn.Module,
+        n_classes: int,
+        optimizer: Callable[[Iterable[nn.Parameter]], Optimizer],
+        schedule: Callable[[Optimizer], LRScheduler] | None = None,
+        schedule_each: str = "epoch",  # or "step"
+    ):
+        super().__init__()
+        self.network, self.optimizer, self.schedule, self.schedule_each = network, optimizer, schedule, schedule_each
+        self.validation_accuracy = MulticlassAccuracy(n_classes, average="micro")
+        self.test_accuracy = MulticlassAccuracy(n_classes, average="micro")
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        images, labels = batch
+        loss = F.cross_entropy(self.network(images), labels)
+        self.log("train_loss", loss, on_step=False, on_epoch=True, batch_size=len(labels), sync_dist=True)
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        for name, count in evaluations(self.network).items():
+            self.log(name, float(count), on_step=False, on_epoch=True, batch_size=1, sync_dist=True)
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self._count(self.validation_accuracy, "validation_accuracy", batch)
+
+    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self._count(self.test_accuracy, "test_accuracy", batch)
+
+    def _count(self, metric: MulticlassAccuracy, name: str, batch: tuple[Tensor, Tensor]) -> None:
+        images, labels = batch
+        metric.update(self.network(images), labels)
+        self.log(name, metric, on_step=False, on_epoch=True, batch_size=len(labels))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = self.optimizer(self.parameters())
+        if self.schedule is None:
+            return optimizer
+        schedule = {"scheduler": self.schedule(optimizer), "interval": self.schedule_each}
+        return {"optimizer": optimizer, "lr_scheduler": schedule}
+
+
+def evaluations(module: nn.Module) -> dict[str, int]:
+    """Of f, in the last forward and backward pass, by all ODEs in a module (0 backward where autograd does it)."""
+    counted = [m.last_stats for m in module.modules() if isinstance(m, SolveModule) and m.last_stats]
+    return {
+        "evaluations_forward": sum(stats.n_evals_forward for stats in counted),
+        "evaluations_backward": sum(stats.n_evals_backward for stats in counted),
+    }
+
+
+@dataclass(frozen=True)
+class Devices:
+    """As in `lightning.Trainer`. On several, each process runs the same command (torchrun, strategy="ddp")."""
+
+    devices: int | list[int] | str = 1
+    accelerator: str = "cpu"
+    strategy: str = "auto"
+
+
+class Trained(NamedTuple):
+    """best, last: what was found on the test set, by the weights of the best validation and by the last ones."""
+
+    module: lightning.LightningModule  # with the last weights
+    best_epoch: int  # from 1
+    best: dict[str, float]
+    last: dict[str, float]
+    seeds: dict[str, Any]
+
+
+def train(
+    run: Run,
+    make: Callable[[], lightning.LightningModule],
+    batches: Batches,
+    epochs: int,
+    *,
+    best: str = "validation_accuracy",
+    lowest: bool = False,
+    devices: Devices = Devices(),  # noqa: B008 (an immutable value)
+) -> Trained:
+    """Train for so many epochs, or for those that are missing; then test.
+
+    All that the module logs by epoch becomes `run.metrics`. best: the metric by which an epoch is chosen for the test,
+    the highest unless `lowest`. Raises OutOfTime after an epoch that ends beyond the run's deadline.
+    """
+    torch.manual_seed(run.seed("init"))
+    module = make()
+    keeper = _Keeper(run, epochs, best, lowest)
+    keeper.resume(module)
+    with _quiet():
+        while len(keeper.history) < epochs:
+            data = _Data(run, batches, len(keeper.history))
+            _trainer(run, epochs, devices, keeper).fit(module, datamodule=data, ckpt_path=keeper.checkpoint)
+            if keeper.late:
+                raise OutOfTime
+        run.tell(1.0, "testing")
+        last = _tested(run, module, batches, devices)
+        weights = {name: value.detach().cpu().clone() for name, value in module.state_dict().items()}
+        module.load_state_dict(keeper.best_weights)
+        found = _tested(run, module, batches, devices)
+    module.load_state_dict(weights)
+    _keep(run.folder / "weights.pt", weights)
+    return Trained(module, keeper.best_epoch, found, last, seeds(run, epochs))
+
+
+def seeds(run: Run, epochs: int) -> dict[str, Any]:
+    """Of all uses of random numbers; a list has one for each epoch."""
+    by_epoch = {use: [run.seed(use, epoch) for epoch in range(epochs)] for use in ("order", "subsample", "dropout")}
+    return {"init": run.seed("init"), **by_epoch, "test": run.seed("test")}
+
+
+def _trainer(run: Run, epochs: int, devices: Devices, *callbacks: lightning.Callback) -> lightning.Trainer:
+    return lightning.Trainer(
+        accelerator=devices.accelerator, devices=devices.devices, strategy=devices.strategy, max_epochs=epochs,
+        callbacks=list(callbacks), default_root_dir=run.folder, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0, use_distributed_sampler=False,
+    )  # fmt: skip
+
+
+def _tested(run: Run, module: lightning.LightningModule, batches: Batches, devices: Devices) -> dict[str, float]:
+    torch.manual_seed(run.seed("test"))
+    (found,) = _trainer(run, 0, devices).test(module, datamodule=_Data(run, batches, 0), verbose=False)
+    return {name: float(value) for name, value in found.items()}
+
+
+class _Data(lightning.LightningDataModule):
+    """The batches of one epoch; each process has its share."""
+
+    def __init__(self, run: Run, batches: Batches, epoch: int):
+        super().__init__()
+        self.run, self.batches, self.epoch = run, batches, epoch
+
+    def train_dataloader(self) -> Iterable:
+        order, subsample = self.run.generator("order", self.epoch), self.run.generator("subsample", self.epoch)
+        rank, world = self._place()
+        # Here, not when the epoch starts: by then Lightning has fetched its first batch.
+        torch.manual_seed(self.run.seed("dropout", self.epoch, *([rank] if rank else [])))
+        return _Share(self.batches.train(self.epoch, order, subsample), rank, world, even=True)
+
+    def val_dataloader(self) -> Iterable:
+        return _Share(self.batches.validation(), *self._place(), even=False)
+
+    def test_dataloader(self) -> Iterable:
+        return _Share(self.batches.test(), *self._place(), even=False)
+
+    def _place(self) -> tuple[int, int]:
+        assert self.trainer is not None
+        return self.trainer.global_rank, self.trainer.world_size
+
+
+class _Share:
+    """Every world-th batch. even: as many for all, or those with one more would wait for the others for ever."""
+
+    def __init__(self, batches: Iterable, rank: int, world: int, even: bool):
+        self.batches, self.rank, self.world, self.even = batches, rank, world, even
+
+    def __len__(self) -> int:
+        if not isinstance(self.batches, Sized):
+            raise TypeError("The number of batches is not known.")  # as Lightning expects it of an iterable
+        n = len(self.batches)
+        return n // self.world if self.even else len(range(self.rank, n, self.world))
+
+    def __iter__(self) -> Iterator:
+        rest = iter(self.batches)
+        while group := list(itertools.islice(rest, self.world)):
+            if len(group) == self.world or (not self.even and self.rank < len(group)):
+                yield group[self.rank]
+
+
+class _Keeper(lightning.Callback):
+    """Keeps, after each epoch, all that is needed to go on, and tells how far it is."""
+
+    def __init__(self, run: Run, epochs: int, best: str, lowest: bool):
+        self.code = code_hash(run.task.experiment.main)
+        self.run, self.epochs, self.best, self.sign = run, epochs, best, -1 if lowest else 1
+        self.history: list[dict[str, float]] = []
+        self.seconds: list[float] = []
+        self.best_epoch, self.best_value, self.best_weights = 0, math.nan, {}
+        self.spent_before, self.started = 0.0, time.perf_counter()
+        self.checkpoint: Path | None = None
+        self.late = False
+
+    def resume(self, module: lightning.LightningModule) -> None:
+        """From the last checkpoint that is what was once written, by the code that is to go on."""
+        if rank_zero_only.rank == 0:
+            for draft in self.run.folder.glob("*.draft"):  # killed while it wrote
+                draft.unlink()
+        for path in sorted(self.run.folder.glob("epoch-*.ckpt"), reverse=True):
+            try:
+                state = _checked(path, self.code)
+            except UselessCheckpoint as error:
+                self._set_aside(path, str(error))
+                continue
+            self.checkpoint = path
+            module.load_state_dict(state["state_dict"])
+            kept = state["experiment"]
+            self.history, self.seconds = kept["history"], kept["seconds"]
+            self.best_epoch, self.best_value, self.best_weights = kept["best"]
+            self.spent_before = kept["spent"]
+            break
+        self._fill()
+
+    @rank_zero_only
+    def _set_aside(self, path: Path, what: str) -> None:
+        aside = set_aside(path)
+        self.run.log(event="set aside", file=path.name, what=what)
+        self.run.notes.append(f"{what} Set aside as {aside.name}.")
+
+    def _fill(self) -> None:
+        names = dict.fromkeys(name for row in self.history for name in row)
+        self.run.metrics.update({name: [row.get(name) for row in self.history] for name in names})
+        self.run.seconds.update(before=self.spent_before, epochs=list(self.seconds))
+
+    def on_train_epoch_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        self._epoch_started = time.perf_counter()
+        if trainer.is_global_zero:
+            self.run.log(event="epoch", epoch=trainer.current_epoch)
+            self._tell(trainer.current_epoch, 0.0)
+
+    def on_train_batch_end(
+        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if trainer.is_global_zero:
+            self._tell(trainer.current_epoch, (batch_idx + 1) / trainer.num_training_batches)
+
+    def _tell(self, epoch: int, part: float) -> None:
+        text = f"epoch {epoch + 1}/{self.epochs}"
+        for name, value in (self.history[-1] if self.history else {}).items():
+            if name in ("train_loss", self.best):
+                text += f" {name.removeprefix('train_').replace('_', ' ')} {value:.4g}"
+        self.run.tell(min(1.0, (epoch + part) / self.epochs), text)
+
+    def on_train_epoch_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        trainer.should_stop = True  # the next epoch is a fit of its own
+
+    def on_train_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        """Not at the end of the epoch: schedules by epoch make their step after that."""
+        row = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        if self.best not in row:
+            raise KeyError(f"The module logs no {self.best!r}; it logs {', '.join(row)}.")
+        self.history.append(row)
+        self.seconds.append(time.perf_counter() - self._epoch_started)
+        if math.isnan(self.best_value) or self.sign * row[self.best] > self.sign * self.best_value:
+            weights = {name: value.detach().cpu().clone() for name, value in pl_module.state_dict().items()}
+            self.best_epoch, self.best_value, self.best_weights = len(self.history), row[self.best], weights
+        self._write(trainer)
+        self._fill()
+        late = len(self.history) < self.epochs and time.monotonic() > self.run.deadline
+        self.late = trainer.strategy.broadcast(late)  # all processes stop, or none
+
+    def on_save_checkpoint(
+        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        checkpoint["experiment"] = {
+            "code": self.code,
+            "history": self.history,
+            "seconds": self.seconds,
+            "spent": self.spent_before + time.perf_counter() - self.started,
+            "best": (self.best_epoch, self.best_value, self.best_weights),
+        }
+
+    def _write(self, trainer: lightning.Trainer) -> None:
+        path = self.run.folder / f"epoch-{len(self.history):05d}.ckpt"
+        draft = path.with_suffix(".lightning.draft")
+        trainer.save_checkpoint(draft)  # by all processes
+        if trainer.is_global_zero:
+            content = draft.read_bytes()
+            # Its checksum first: a checkpoint that is there can be checked.
+            write_in_one_piece(_checksum_of(path), hashlib.sha256(content).hexdigest().encode())
+            write_in_one_piece(path, content)
+            draft.unlink()
+            for old in sorted(self.run.folder.glob("epoch-*.ckpt"))[:-N_KEPT]:
+                old.unlink()
+                _checksum_of(old).unlink(missing_ok=True)
+        trainer.strategy.barrier()
+        self.checkpoint = path
+
+
+class UselessCheckpoint(Exception):
+    """A file that is not what was once written to it, or of code that has changed since."""
+
+
+def _checksum_of(path: Path) -> Path:
+    return path.with_name(f"{path.name}.sha256")
+
+
+def _checked(path: Path, code: str) -> dict[str, Any]:
+    content, checksum = path.read_bytes(), _checksum_of(path)
+    if not checksum.exists():
+        raise UselessCheckpoint(f"{path.name} has no checksum beside it.")
+    if hashlib.sha256(content).hexdigest() != checksum.read_text(errors="replace").strip():
+        raise UselessCheckpoint(f"{path.name} was changed since it was written: its checksum does not fit.")
+    state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    if state["experiment"]["code"] != code:
+        raise UselessCheckpoint(f"{path.name} was made by code that has changed since.")
+    return state
+
+
+@rank_zero_only
+def _keep(path: Path, weights: dict[str, Tensor]) -> None:
+    buffer = io.BytesIO()
+    torch.save(weights, buffer)
+    write_in_one_piece(path, buffer.getvalue())
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without Lightning's messages: the run has a bar and a record of its own."""
+    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
+    levels = [logger.level for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
+        with warnings.catch_warnings():
+            # torch 2.9 and later say so of each loader; what Lightning does works all the same.
+            message = r"`isinstance\(treespec, LeafSpec\)` is deprecated"
+            warnings.filterwarnings("ignore", message, FutureWarning, r"lightning\.pytorch\.utilities\._pytree")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

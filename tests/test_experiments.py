@@ -1,0 +1,327 @@
+"""The runner, the records that are committed, and the report made of them."""
+
+from __future__ import annotations
+
+import html
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from experiments import catalogue, record, report, runner
+from experiments.record import DamagedRecord, Record
+from experiments.views import accounting
+from experiments.views.toy import Toy
+
+ROOT = Path(__file__).parent.parent
+RECORDS = ROOT / "experiments" / "records"
+COMMITTED = [path for path in sorted(RECORDS.rglob("*.json")) if not path.name.startswith("smoke")]
+
+
+def command(*words: str, out: Path, **more: Any) -> subprocess.CompletedProcess:
+    environment = {**os.environ, "TORCHMALI_OUT": str(out), "COLUMNS": "200"}
+    line = [sys.executable, "-m", "experiments", *words]
+    return subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, **more)
+
+
+# Records
+
+
+@pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.relative_to(RECORDS).as_posix())
+def test_a_committed_record_is_whole_small_and_says_how_it_was_made(path):
+    found = Record.read(path)
+    assert path.stat().st_size <= record.MAX_BYTES
+    assert found.command.startswith(f"python -m experiments run {found.experiment} --preset {found.preset}")
+    assert found.made["packages"]["torch"] and found.made["commit"] and found.made["threads"] == 1
+    assert not re.search(r"/(home|root|work|tmp|Users)/", path.read_text())
+
+
+def test_a_record_is_written_in_one_piece_and_a_changed_one_is_not_believed(tmp_path):
+    path = tmp_path / "a" / "b.json"
+    written = Record("x", "cpu", {"seed": 0}, "python -m x", {"value": 0.1, "none": None}).written(path)
+    assert Record.read(path) == written
+    assert [p.name for p in path.parent.iterdir()] == ["b.json"]
+    path.write_text(path.read_text().replace("0.1", "0.2"))
+    with pytest.raises(DamagedRecord, match="checksum"):
+        Record.read(path)
+    path.write_text(path.read_text()[:50])
+    with pytest.raises(DamagedRecord, match="no record"):
+        Record.read(path)
+    with pytest.raises(ValueError, match="more than 200,000"):
+        Record("x", "cpu", {}, "", {"long": "x" * 200_000}).written(path)
+
+
+# The runner
+
+
+@dataclass(frozen=True)
+class Counting(runner.Config):
+    n: int = 3
+    scale: float = 1.0
+    names: tuple[str, ...] = ("a",)
+    flag: bool = False
+    maybe: int | None = None
+    method: str = "one"
+
+
+computed: list[str] = []
+
+
+def count(config: Counting, run: runner.Run) -> dict[str, Any]:
+    def piece(name: str) -> float:
+        computed.append(name)
+        return config.scale * len(computed)
+
+    values = run.pieces({f"piece {i}": lambda i=i: piece(f"piece {i}") for i in range(config.n)})
+    return {"values": values, "draw": int(run.generator("draw").initial_seed())}
+
+
+COUNTING = runner.Experiment(
+    "counting", "counts", "nothing", {"cpu": Counting()}, count, {"cpu": "0 s"}, methods=("one", "two")
+)
+
+
+@pytest.fixture
+def counting(tmp_path, monkeypatch):
+    monkeypatch.setattr(runner, "RECORDS", tmp_path / "records")
+    monkeypatch.setattr(runner, "RUNS", tmp_path / "runs")
+    computed.clear()
+    return lambda changes=None, **options: runner.perform(
+        runner.Task(COUNTING, "cpu", changes or {}), runner.Options(**options), lambda done, text: None
+    )
+
+
+def test_a_finished_run_is_skipped_unless_forced(counting):
+    assert "done" in counting() and len(computed) == 3
+    assert counting() == "finished before" and len(computed) == 3
+    assert "done" in counting(force=True) and len(computed) == 6
+    assert "done" in counting({"scale": 2.0}) and len(computed) == 9
+
+
+def test_finished_pieces_are_not_computed_again_but_broken_ones_and_those_of_other_code_are(counting, monkeypatch):
+    counting()
+    task = runner.Task(COUNTING, "cpu", {})
+    pieces = task.folder / "pieces.jsonl"
+    lines = pieces.read_text().splitlines(keepends=True)
+    task.path.unlink()
+    pieces.write_text(lines[0] + lines[1].replace("piece", "PIECE") + lines[2][:30])  # changed, and cut off
+    counting()
+    assert computed[3:] == ["piece 1", "piece 2"]
+    task.path.unlink()
+    monkeypatch.setattr(runner, "code_hash", lambda main: "another")
+    counting()
+    assert computed[5:] == ["piece 0", "piece 1", "piece 2"]
+
+
+def test_a_damaged_record_is_set_aside_and_made_again(counting):
+    counting()
+    task = runner.Task(COUNTING, "cpu", {})
+    task.path.write_text("{}")
+    said = counting()
+    assert "is no record" in said and "Set aside as cpu.json.damaged" in said
+    assert Record.read(task.path).finished and task.path.with_name("cpu.json.damaged").exists()
+
+
+def test_fields_are_set_with_their_types_and_what_is_wrong_is_told():
+    given = ["n=5", "scale=1e-3", "names=x,y", "flag=true", "maybe=none"]
+    changes = runner.parsed(COUNTING, "cpu", given)
+    assert changes == {"n": 5, "scale": 1e-3, "names": ("x", "y"), "flag": True, "maybe": None}
+    for bad, match in [
+        ("n=x", "n is a"),
+        ("unknown=1", "one of the fields seed, n"),
+        ("n", "field=value"),
+        ("flag=3", "flag"),
+    ]:
+        with pytest.raises(runner.BadOption, match=match):
+            runner.parsed(COUNTING, "cpu", [bad])
+    with pytest.raises(runner.BadOption, match="no method 'three'; it has one, two"):
+        runner.tasks_of(COUNTING, "cpu", ["three"], [], {})
+    with pytest.raises(runner.BadOption, match="no preset 'gpu'; it has cpu"):
+        runner.parsed(COUNTING, "gpu", [])
+
+
+def test_methods_and_seeds_make_a_run_each():
+    tasks = runner.tasks_of(COUNTING, "cpu", [], [0, 1], {"n": 2})
+    assert [task.name for task in tasks] == ["cpu-one-n=2", "cpu-two-n=2", "cpu-one-n=2-seed1", "cpu-two-n=2-seed1"]
+    assert tasks[3].command == "python -m experiments run counting --preset cpu --method two --set n=2 --seed 1"
+
+
+def test_a_failing_run_does_not_stop_the_others(counting):
+    def fail(config: Counting, run: runner.Run) -> dict[str, Any]:
+        raise RuntimeError("on purpose") if config.method == "one" else KeyboardInterrupt
+
+    def main(config: Counting, run: runner.Run) -> dict[str, Any]:
+        return fail(config, run) if config.method == "one" else count(config, run)
+
+    experiment = runner.Experiment("f", "", "", {"cpu": Counting()}, main, {}, methods=("one", "two"))
+    console = Console(record=True, width=200)
+    assert not runner.run_all(runner.tasks_of(experiment, "cpu", [], [], {}), runner.Options(), 1, console)
+    text = console.export_text()
+    assert "on purpose" in text and "f cpu-two: done" in text
+
+
+def test_the_command_line_lists_runs_tables_figures_and_reports(tmp_path):
+    """Smoke presets of all that need no training, two at a time."""
+    listed = command("list", out=tmp_path).stdout
+    assert all(name in listed for name in catalogue.EXPERIMENTS)
+    for name in ("toy", "memory", "accounting"):
+        done = command("run", name, "--preset", "smoke", out=tmp_path)
+        assert done.returncode == 0 and "done in" in done.stdout, done.stdout + done.stderr
+        again = command("run", name, "--preset", "smoke", out=tmp_path)
+        assert "finished before" in again.stdout
+    for words, said in [
+        (["run", "nothing"], "There is no experiment 'nothing'"),
+        (["table", "99"], "There is no '99'"),
+    ]:
+        failed = command(*words, out=tmp_path)
+        assert failed.returncode == 2 and said in failed.stdout
+
+
+# What the records must show (EXPERIMENTS 9)
+
+
+@pytest.fixture(scope="module")
+def toy() -> Toy:
+    path = RECORDS / "toy" / "cpu.json"
+    return Toy(Record.read(path), path.name)
+
+
+def test_malis_gradient_is_that_of_the_discrete_solve(toy):
+    for alpha in toy.alphas:
+        for span in (*toy.spans(True), *toy.spans(False)):
+            if alpha * span > -15:  # beyond, z(T) has no correct digit: it is below atol
+                for method in ("MALI", "ACA", "naive"):
+                    errors = toy.errors("reverse accuracy", method, alpha, span)
+                    assert errors is not None and max(errors) <= 1e-10, (alpha, span, method)
+
+
+def test_mali_is_no_worse_than_an_adjoint_of_its_order_where_solutions_grow(toy):
+    for alpha in (a for a in toy.alphas if a > 0):
+        for span in (*toy.spans(True), *toy.spans(False)):
+            mali, adjoint = (toy.errors("equal order", m, alpha, span) for m in ("MALI", "adjoint"))
+            assert mali and adjoint
+            assert all(x <= 1.05 * y for x, y in zip(mali, adjoint, strict=True)), (alpha, span)
+
+
+def test_memory_is_flat_for_mali_and_the_adjoint_and_linear_for_aca_and_naive():
+    found = Record.read(RECORDS / "memory" / "cpu.json").results
+    config = Record.read(RECORDS / "memory" / "cpu.json").config
+    for field in config["fields"]:
+        state = found["state_bytes"][field]
+        for method in ("MALI", "MALI exact", "adjoint"):
+            peaks = [found["cells"][f"{field} / {method} / tolerance {t:g}"]["peak"] for t in config["tolerances"]]
+            assert max(peaks) <= 1.1 * min(peaks), (field, method)
+        aca, naive = (found["fits"][f"{field} / {method}"] for method in ("ACA", "naive"))
+        assert aca["slope"] == pytest.approx(2 * state, rel=0.05) and aca["r2"] > 0.99  # z and v
+        assert naive["slope"] >= 3 * aca["slope"] and naive["r2"] > 0.99
+
+
+def test_evaluations_are_exactly_those_of_the_formulas():
+    found = Record.read(RECORDS / "accounting" / "cpu.json")
+    n = 0
+    for name, cell in found.results["cells"].items():
+        _, method, *kind = name.split(" / ")
+        wanted = accounting.expected(method, cell) if kind in (["fixed"], ["adaptive"]) else None
+        if wanted:
+            assert (cell["forward"], cell["backward"]) == wanted, name
+            n += 1
+    assert n >= 20
+
+
+# The report
+
+
+class Page(HTMLParser):
+    def __init__(self):
+        super().__init__()
+        self.ids: list[str] = []
+        self.links: list[str] = []
+
+    def handle_starttag(self, tag, attrs):
+        for name, value in attrs:
+            if name == "id":
+                self.ids.append(value or "")
+            if name in ("href", "src", "xlink:href") and value:
+                self.links.append(value)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("report")
+    report.write(report.chapters(), folder)
+    return folder
+
+
+def test_the_page_needs_nothing_but_itself_and_its_links_lead_somewhere(made):
+    text = (made / "results.html").read_text()
+    page = Page()
+    page.feed(text)
+    assert len(page.ids) == len(set(page.ids))
+    for link in page.links:
+        if link.startswith("#"):
+            assert link[1:] in page.ids, link
+        elif not link.startswith("data:"):
+            assert link.startswith("../") and (ROOT / link[3:]).exists(), link
+    assert not re.search(r'(src|href)="?https?:|@import|url\(http', text)
+
+
+def test_the_committed_report_is_that_of_the_committed_records(made):
+    assert (made / "results.md").read_text() == (ROOT / "docs" / "results.md").read_text(), "make report"
+
+
+def test_every_claim_has_a_verdict_with_numbers(made):
+    claims = [claim for chapter in report.chapters() for claim in chapter.claims]
+    assert len(claims) >= 9
+    for claim in claims:
+        assert any(character.isdigit() for character in claim.numbers), claim
+        assert all((ROOT / path).exists() for path in claim.records)
+        assert json.dumps(claim.numbers)
+
+
+PROBE = """<!doctype html><meta charset=utf-8><body><iframe id=page style="width:390px;height:800px;border:0"></iframe>
+<script>
+const errors = [], frame = document.getElementById("page");
+frame.addEventListener("load", () => {
+  const page = frame.contentDocument, root = page.documentElement;
+  const wide = [...page.querySelectorAll("body *")].filter(x => x.getBoundingClientRect().right > 391
+    && !x.closest(".scroll") && !x.closest("svg"));
+  const found = {scroll: root.scrollWidth, wide: wide.map(x => x.tagName), errors,
+    svgs: page.querySelectorAll("svg").length,
+    empty: [...page.querySelectorAll("svg")].filter(x => x.getBoundingClientRect().height < 50).length,
+    broken: [...page.images].filter(x => !x.naturalWidth).length};
+  document.body.dataset.found = JSON.stringify(found);
+});
+frame.srcdoc = CONTENT;
+frame.contentWindow.addEventListener("error", e => errors.push(String(e.message)));
+</script>"""
+
+
+@pytest.mark.slow
+def test_the_page_fits_a_phone_and_says_nothing_on_the_console(made, tmp_path):
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if chromium is None:
+        pytest.skip("needs Chromium")
+    content = json.dumps((made / "results.html").read_text()).replace("</", "<\\/")
+    page = tmp_path / "probe.html"
+    page.write_text(PROBE.replace("CONTENT", content))
+    flags = "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking --disable-sync"
+    line = [chromium, *flags.split(), "--enable-logging=stderr", f"--user-data-dir={tmp_path}/profile", "--dump-dom"]
+    done = subprocess.run(
+        [*line, "--virtual-time-budget=10000", page.as_uri()], capture_output=True, text=True, timeout=120
+    )
+    shown = re.search(r'data-found="([^"]*)"', done.stdout)
+    assert shown, done.stderr[-2000:]
+    found = json.loads(html.unescape(shown[1]))
+    assert found["scroll"] <= 390 and found["wide"] == [], found
+    assert found["svgs"] == sum(len(chapter.pictures) for chapter in report.chapters())
+    assert found["empty"] == found["broken"] == 0 and found["errors"] == []
+    assert "CONSOLE" not in done.stderr, done.stderr

@@ -33,7 +33,7 @@ def list_() -> None:
 
 @app.command()
 def run(
-    name: Annotated[str, typer.Argument(help="of an experiment; `list` shows all")],
+    name: Annotated[str, typer.Argument(help="of an experiment, or of several, as in toy,memory; `list` shows all")],
     preset: Annotated[str, typer.Option(help="smoke: seconds; cpu: two cores; paper: as published")] = "cpu",
     method: Annotated[str, typer.Option(help="one or several, as in mali,aca; default: all")] = "",
     seed: Annotated[str, typer.Option(help="one or several, as in 0,1,2; default: the experiment's")] = "",
@@ -45,10 +45,9 @@ def run(
     data_dir: Annotated[Path | None, typer.Option(help="where data sets are; default: TORCHMALI_DATA")] = None,
 ) -> None:
     """Run an experiment; go on with one that was stopped; skip one that is finished."""
-    experiment = _known(name)
-    seeds = _numbers(seed)
-    changes = parsed(experiment, preset, set_ or [])
-    tasks = tasks_of(experiment, preset, [m for m in method.split(",") if m], seeds, changes)
+    seeds, methods, tasks = _numbers(seed), [m for m in method.split(",") if m], []
+    for experiment in map(_known, name.split(",")):
+        tasks += tasks_of(experiment, preset, methods, seeds, parsed(experiment, preset, set_ or []))
     if not run_all(tasks, Options(force, max_seconds, keep_weights, data_dir), jobs, console):
         raise typer.Exit(1)
 

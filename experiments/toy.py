@@ -148,7 +148,6 @@ class Counted(torch.nn.Module):
     def __init__(self, alpha: Tensor):
         super().__init__()
         self.alpha, self.n = alpha, 0
-        self.register_parameter("_alpha", None)
 
     def forward(self, t: Tensor, z: Tensor) -> Tensor:
         self.n += 1

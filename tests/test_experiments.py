@@ -156,11 +156,10 @@ def test_methods_and_seeds_make_a_run_each():
 
 
 def test_a_failing_run_does_not_stop_the_others(counting):
-    def fail(config: Counting, run: runner.Run) -> dict[str, Any]:
-        raise RuntimeError("on purpose") if config.method == "one" else KeyboardInterrupt
-
     def main(config: Counting, run: runner.Run) -> dict[str, Any]:
-        return fail(config, run) if config.method == "one" else count(config, run)
+        if config.method == "one":
+            raise RuntimeError("on purpose")
+        return count(config, run)
 
     experiment = runner.Experiment("f", "", "", {"cpu": Counting()}, main, {}, methods=("one", "two"))
     console = Console(record=True, width=200)
@@ -284,7 +283,6 @@ def test_every_claim_has_a_verdict_with_numbers(made):
     for claim in claims:
         assert any(character.isdigit() for character in claim.numbers), claim
         assert all((ROOT / path).exists() for path in claim.records)
-        assert json.dumps(claim.numbers)
 
 
 PROBE = """<!doctype html><meta charset=utf-8><body><iframe id=page style="width:390px;height:800px;border:0"></iframe>

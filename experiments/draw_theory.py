@@ -236,7 +236,7 @@ def reverse_error_figure(record_results: Mapping[str, Any]) -> Figure:
             _draw_tolerances(grad, methods, "gradient")
             back.set_title(title.replace("mu", r"$\mu$"))
             back.set_ylabel("relative error")
-        axes[0, 0].set_title("way back: z(0); MALI: the worst state\n" + axes[0, 0].get_title(loc="left"))
+        axes[0, 0].set_title("z(0); MALI: worst state\n" + axes[0, 0].get_title(loc="left"))
         axes[0, 1].set_title("gradient against the discrete one\n")
         for ax in axes[-1]:
             ax.set_xlabel("tolerance")

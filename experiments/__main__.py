@@ -48,7 +48,12 @@ def run(
     seeds, methods, tasks = _numbers(seed), [m for m in method.split(",") if m], []
     for experiment in map(_known, name.split(",")):
         tasks += tasks_of(experiment, preset, methods, seeds, parsed(experiment, preset, set_ or []))
-    if not run_all(tasks, Options(force, max_seconds, keep_weights, data_dir), jobs, console):
+    try:
+        done = run_all(tasks, Options(force, max_seconds, keep_weights, data_dir), jobs, console)
+    except KeyboardInterrupt:
+        console.print("Stopped. The same command goes on from the last finished piece or epoch.", highlight=False)
+        raise typer.Exit(130) from None
+    if not done:
         raise typer.Exit(1)
 
 

@@ -15,6 +15,7 @@ import json
 import multiprocessing
 import os
 import shutil
+import signal
 import threading
 import time
 import traceback
@@ -26,13 +27,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from filelock import FileLock, Timeout
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 import torchmali
-from experiments.record import RECORDS, RUNS, DamagedRecord, Record, set_aside
+from experiments.record import RECORDS, RUNS, DamagedRecord, Record, made_with, set_aside
 
 MAX_WEIGHTS = 5_000_000  # bytes that may be kept beside a record
+RANK = int(os.environ.get("RANK", "0"))  # of several that torchrun started for one run: 0 keeps the books
 
 
 class BadOption(Exception):
@@ -236,12 +239,26 @@ class Options(NamedTuple):
 def perform(task: Task, options: Options, tell: Tell) -> str:
     """Run a task, or find that it is done; returns what happened, in a few words."""
     torch.set_num_threads(1)
+    if RANK > 0:
+        return _perform(task, options, lambda done, text: None)
+    lock = FileLock(f"{task.folder}.lock")
+    task.folder.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with lock.acquire(timeout=0):
+            return _perform(task, options, tell)
+    except Timeout:
+        raise BadOption("another process is at work on this run") from None
+
+
+def _perform(task: Task, options: Options, tell: Tell) -> str:
     note = ""
     try:
-        if not options.force and task.finished():
-            return (_kept_weights(task) if options.keep_weights else "") + "finished before"
+        if not options.force and (record := task.finished()):
+            changed = record.made.get("code") not in (None, code_hash(task.experiment.main))
+            note = _kept_weights(task) if options.keep_weights else ""
+            return note + "finished before" + (", by code that has changed since (see --force)" if changed else "")
     except DamagedRecord as error:
-        note = f"{error} Set aside as {set_aside(task.path).name}. "
+        note = f"{error} Set aside as {set_aside(task.path).name}. " if RANK == 0 else ""
     if options.force:
         shutil.rmtree(task.folder, ignore_errors=True)
     deadline = float("inf") if options.max_seconds is None else time.monotonic() + options.max_seconds
@@ -254,11 +271,11 @@ def perform(task: Task, options: Options, tell: Tell) -> str:
     note += "".join(f"{sentence} " for sentence in run.notes)
     spent = run.seconds.get("before", 0.0) + time.perf_counter() - start
     run.seconds["total"] = spent
-    if finished or run.metrics:
+    if RANK == 0 and (finished or run.metrics):
         config = as_json(dataclasses.asdict(task.config))
         record = Record(
             task.experiment.name, task.preset, config, task.command, as_json(results), run.metrics, run.seconds,
-            finished=finished,
+            finished=finished, made={**made_with(), "code": code_hash(task.experiment.main)},
         )  # fmt: skip
         record.written(task.path)
     if not finished:
@@ -281,6 +298,8 @@ def _kept_weights(task: Task) -> str:
 
 def run_all(tasks: Sequence[Task], options: Options, jobs: int, console: Console) -> bool:
     """All tasks, `jobs` at a time, with a bar each; true if none failed."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and (jobs > 1 or options.force):
+        raise BadOption("Several processes for a run (torchrun) go with neither --jobs nor --force: remove its record.")
     failed = []
     with _bars(console) as progress:
         bars = {
@@ -288,7 +307,9 @@ def run_all(tasks: Sequence[Task], options: Options, jobs: int, console: Console
         }
         for task, ok, text in _performed(tasks, options, jobs, progress, bars):
             progress.update(bars[task.path], visible=False)
-            console.print(f"{task.experiment.name} {task.name}: {text}", markup=False, highlight=False, soft_wrap=True)
+            if RANK == 0 or not ok:
+                said = f"{task.experiment.name} {task.name}: {text}"
+                console.print(said, markup=False, highlight=False, soft_wrap=True)
             if not ok:
                 failed.append(task)
     return not failed
@@ -325,7 +346,7 @@ def _performed(
                 yield task, ok, text
     finally:
         for _, process in working.values():
-            process.terminate()
+            process.kill()  # it loses nothing, and Lightning would have its say
 
 
 def _next_news(news: Any, working: Mapping[Path, Any]) -> tuple[Path, float, str, bool | None]:
@@ -343,6 +364,7 @@ def _work(reference: tuple[str, str, dict[str, Any]], options: Options, news: An
     from experiments.catalogue import EXPERIMENTS  # it imports this module
 
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends its children
     name, preset, changes = reference
     task = Task(EXPERIMENTS[name], preset, changes)
     ok, text = _attempt(task, options, lambda done, text: news.put((task.path, done, text, None)))
@@ -372,7 +394,7 @@ def _bars(console: Console) -> Iterator[Progress]:
         TextColumn("{task.description}"), BarColumn(bar_width=20), TextColumn("{task.fields[text]}"),
         TimeRemainingColumn(compact=True),
     )  # fmt: skip
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    with Progress(*columns, console=console, transient=True, disable=RANK > 0 or not console.is_terminal) as progress:
         yield progress
 
 

@@ -184,7 +184,10 @@ def train(
     with _quiet():
         while len(keeper.history) < epochs:
             data = _Data(run, batches, len(keeper.history))
-            _trainer(run, epochs, devices, keeper).fit(module, datamodule=data, ckpt_path=keeper.checkpoint)
+            try:
+                _trainer(run, epochs, devices, keeper).fit(module, datamodule=data, ckpt_path=keeper.checkpoint)
+            except SystemExit:  # Lightning's answer to Ctrl-C
+                raise KeyboardInterrupt from None
             if keeper.late:
                 raise OutOfTime
         run.tell(1.0, "testing")
@@ -379,7 +382,11 @@ def _checksum_of(path: Path) -> Path:
 
 
 def _checked(path: Path, code: str) -> dict[str, Any]:
-    content, checksum = path.read_bytes(), _checksum_of(path)
+    checksum = _checksum_of(path)
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        raise UselessCheckpoint(f"{path.name} was set aside by another process.") from None
     if not checksum.exists():
         raise UselessCheckpoint(f"{path.name} has no checksum beside it.")
     if hashlib.sha256(content).hexdigest() != checksum.read_text(errors="replace").strip():

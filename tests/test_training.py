@@ -23,13 +23,16 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from filelock import FileLock
+from rich.console import Console
 
 from experiments import digits, runner
 from experiments.catalogue import EXPERIMENTS
 from experiments.record import Record
-from experiments.runner import Config, Experiment, Options, Run, run_all, tasks_of
+from experiments.runner import BadOption, Config, Experiment, Options, Run, run_all, tasks_of
 
 ROOT = Path(__file__).parent.parent
+INTERRUPTED = 130
 SMALL = {"epochs": 5, "n_per_epoch": 192}  # of digits' smoke preset
 
 
@@ -145,8 +148,11 @@ def _child(command: dict[str, Any], said: Path) -> int:
     runner.RECORDS, runner.RUNS = Path(command["out"]) / "records", Path(command["out"]) / "runs"
     tasks = tasks_of(EXPERIMENTS[command["name"]], "smoke", command["methods"], [], command["changes"])
     with said.open("w") as file:
-        console = runner.Console(file=file, width=1000)
-        return 0 if run_all(tasks, Options(**command["options"]), command["jobs"], console) else 1
+        console = Console(file=file, width=1000)
+        try:
+            return 0 if run_all(tasks, Options(**command["options"]), command["jobs"], console) else 1
+        except KeyboardInterrupt:
+            return INTERRUPTED
 
 
 @pytest.fixture(scope="module")
@@ -174,7 +180,7 @@ def record_in(out: Path, method: str = "mali") -> Record:
 
 
 def folder_in(out: Path) -> Path:
-    (folder,) = (out / "runs").glob("*/*")
+    (folder,) = (path for path in (out / "runs").glob("*/*") if path.is_dir())
     return folder
 
 
@@ -306,6 +312,41 @@ def test_two_jobs_give_the_metrics_of_one(helper, tmp_path, forks):
         helper.run(tmp_path / str(jobs), methods=("mali", "aca"), changes=changes, jobs=jobs, forks=forks)
     for method in ("mali", "aca"):
         assert_same(record_in(tmp_path / "1", method), record_in(tmp_path / "2", method))
+
+
+def test_the_same_run_cannot_be_made_twice_at_once(helper, tmp_path):
+    folder = runner.Task(EXPERIMENTS["tiny"], "smoke", {}).folder
+    lock = tmp_path / "runs" / "tiny" / f"{folder.name}.lock"
+    lock.parent.mkdir(parents=True)
+    with FileLock(lock):
+        helper.start(tmp_path, "tiny")
+        status, said = helper.end()
+    assert status == 1 and "another process is at work on this run" in said
+    assert "done in" in helper.run(tmp_path, "tiny")
+
+
+def test_ctrl_c_ends_the_queue_and_the_same_command_goes_on(helper, undisturbed, tmp_path):
+    pid = helper.start(tmp_path)
+    wait_until(lambda: n_epochs_trained(tmp_path) >= 2, seconds=60)
+    os.kill(pid, signal.SIGINT)
+    status, _ = helper.end()
+    assert status == INTERRUPTED and n_epochs_trained(tmp_path) < SMALL["epochs"]
+    helper.run(tmp_path)
+    assert_same(record_in(tmp_path), undisturbed)
+    assert n_epochs_trained(tmp_path) <= SMALL["epochs"] + 1
+
+
+def test_one_of_several_processes_keeps_the_books(tmp_path, monkeypatch):
+    monkeypatch.setattr(runner, "RECORDS", tmp_path / "records")
+    monkeypatch.setattr(runner, "RUNS", tmp_path / "runs")
+    monkeypatch.setattr(runner, "RANK", 1)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    tasks, console = tasks_of(EXPERIMENTS["explain"], "smoke", [], [], {}), Console(record=True, width=200)
+    assert run_all(tasks, Options(), 1, console)
+    assert not tasks[0].path.exists() and console.export_text() == ""
+    for jobs, force in ((2, False), (1, True)):
+        with pytest.raises(BadOption, match="torchrun"):
+            run_all(tasks, Options(force=force), jobs, console)
 
 
 def test_time_out_stops_after_an_epoch_and_the_same_command_goes_on(helper, undisturbed, tmp_path):

@@ -66,15 +66,16 @@ def pictures(toy: Toy) -> list[Picture]:
 
 def _panel(toy: Toy, panel: str, long: bool) -> Figure:
     spans = toy.spans(long)
-    figure = Figure(figsize=(2.6 * len(toy.alphas) + 0.6, 5.2), layout="constrained")
-    axes = figure.subplots(2, len(toy.alphas), squeeze=False, sharex=True)
-    for column, alpha in enumerate(toy.alphas):
-        for row, name in enumerate(NAMES):
-            title = f"alpha = {alpha:g}" if row == 0 else ""
-            ax = bare(axes[row][column], title, "T" if row else "", f"error of {name}" if column == 0 else "")
+    n = len(toy.alphas)  # one below the other: a phone is narrow
+    figure = Figure(figsize=(6.4, 2.1 * n + 0.6), layout="constrained")
+    axes = figure.subplots(n, 2, squeeze=False, sharex=True)
+    for row, alpha in enumerate(toy.alphas):
+        for column, name in enumerate(NAMES):
+            title = f"error of {name}" if row == 0 else ""
+            ax = bare(axes[row][column], title, "T" if row == n - 1 else "", f"alpha = {alpha:g}" if not column else "")
             for label in PANELS[panel]:
                 errors = [toy.errors(panel, label, alpha, span) for span in spans]
-                points = [(s, max(e[row], 1e-17)) for s, e in zip(spans, errors, strict=True) if e]
+                points = [(s, max(e[column], 1e-17)) for s, e in zip(spans, errors, strict=True) if e]
                 if points:
                     line = ax.plot(*zip(*points, strict=True), "o-", markersize=3.5, linewidth=1.3, label=label)[0]
                     line.set_color(COLORS[label])
@@ -86,7 +87,7 @@ def _panel(toy: Toy, panel: str, long: bool) -> Figure:
         for handle, label in zip(*ax.get_legend_handles_labels(), strict=True):
             handles.setdefault(label, handle)
             labels[label] = label
-    figure.legend(handles.values(), labels.values(), loc="outside lower center", ncols=5, frameon=False, fontsize=9)
+    figure.legend(handles.values(), labels.values(), loc="outside lower center", ncols=3, frameon=False, fontsize=9)
     return figure
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from experiments import accounting, digits, explain, memory, stability, toy
+from experiments import accounting, explain, images, memory, stability, toy
 from experiments.runner import Experiment
 
 EXPERIMENTS = {
@@ -50,13 +50,56 @@ EXPERIMENTS = {
         ),
         Experiment(
             name="digits",
-            what="the smallest training: digits by a network with an ODE block, five gradient methods",
-            shows="no table of the paper; a check of the training loop",
-            presets=digits.PRESETS,
-            main=digits.main,
-            takes={"smoke": "10 s a method", "cpu": "20 s to 90 s a method"},
+            what="recognition of scikit-learn's digits by a small ResNet and its Neural ODE twin",
+            shows="Figure 5, small",
+            presets=images.DIGITS,
+            main=images.main,
+            takes={"smoke": "5 s a method", "cpu": "1 min to 6 min a run"},
             data="scikit-learn's digits (comes with it)",
-            methods=digits.METHODS,
+            methods=images.NAMES,
+            usual=("naive", "adjoint", "seminorm", "aca", "mali"),
+            seeds=(0, 1, 2, 3, 4),
+        ),
+        Experiment(
+            name="mnist",
+            what="the same for MNIST, of which 10,000 images",
+            shows="Figure 5, small",
+            presets=images.MNIST,
+            main=images.main,
+            takes={"smoke": "5 s a method", "cpu": "5 min (MALI)"},
+            data="MNIST",
+            methods=images.NAMES,
+            usual=("resnet", "mali"),
+        ),
+        Experiment(
+            name="cifar10",
+            what="recognition of CIFAR-10 by a ResNet and its Neural ODE twin",
+            shows="Figure 5",
+            presets=images.CIFAR,
+            main=images.main,
+            takes={
+                "smoke": "5 s a method",
+                "cpu": "3 min to 40 min a run",
+                "paper": "estimated, not run: 6e16 FLOP a run with MALI, some 5 h on a GPU of 2017",
+            },
+            data="CIFAR-10",
+            methods=images.NAMES,
+            usual=("resnet", "aca", "mali"),
+            seeds=(0, 1, 2),
+        ),
+        Experiment(
+            name="imagenet",
+            what="recognition of ImageNet, or any folder of pictures, by ResNet18 and its Neural ODE twin",
+            shows="Figure 6",
+            presets=images.FOLDER,
+            main=images.main,
+            takes={
+                "smoke": "10 s a method",
+                "paper": "estimated, not run: 5e18 FLOP a run with MALI, some 5 days on 4 GPUs of 2017",
+            },
+            data="ImageNet (a folder of pictures)",
+            methods=images.NAMES,
+            usual=("resnet", "adjoint", "mali"),
         ),
     )
 }

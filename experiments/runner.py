@@ -55,7 +55,10 @@ class Config:
 
 @dataclass(frozen=True)
 class Experiment:
-    """main: from a config to results, with the help of a `Run`. methods: what --method may name; empty: it has none."""
+    """main: from a config to results, with the help of a `Run`. methods: what --method may name; empty: it has none.
+
+    usual, seeds: the methods and seeds that are run where none are asked for.
+    """
 
     name: str
     what: str
@@ -65,6 +68,7 @@ class Experiment:
     takes: Mapping[str, str]  # how long a preset takes
     data: str = "none"
     methods: Sequence[str] = ()
+    usual: Sequence[str] | None = None  # None: all methods
     seeds: Sequence[int] = (0,)
 
     def config(self, preset: str, changes: Mapping[str, Any]) -> Config:
@@ -402,7 +406,10 @@ def tasks_of(
     experiment: Experiment, preset: str, methods: Iterable[str], seeds: Iterable[int], changes: Mapping[str, Any]
 ) -> list[Task]:
     """One for each method and seed."""
-    methods, seeds = list(methods) or list(experiment.methods), list(seeds) or list(experiment.seeds)
+    methods, seeds = (
+        list(methods) or list(experiment.methods if experiment.usual is None else experiment.usual),
+        list(seeds) or list(experiment.seeds),
+    )
     unknown = [m for m in methods if m not in experiment.methods]
     if unknown:
         known = ", ".join(experiment.methods) or "none"

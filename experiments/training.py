@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import hashlib
 import io
-import itertools
 import logging
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import lightning
 import torch
@@ -29,6 +28,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torchmetrics.classification import MulticlassAccuracy
 
+from experiments.batches import Batches, share
 from experiments.record import set_aside, write_in_one_piece
 from experiments.runner import OutOfTime, Run, code_hash
 from torchmali.nn.base import SolveModule
@@ -36,57 +36,7 @@ from torchmali.nn.base import SolveModule
 N_KEPT = 2  # checkpoints; one more than needed, should the last be damaged
 
 
-class Batches(Protocol):
-    """The data of a run. All chance is in the generators, or in torch's global one, which is seeded for each epoch."""
-
-    def train(self, epoch: int, order: torch.Generator, subsample: torch.Generator) -> Iterable: ...
-
-    def validation(self) -> Iterable: ...
-
-    def test(self) -> Iterable: ...
-
-
-@dataclass(frozen=True)
-class InMemory:
-    """Sets of tensors with the same number of rows. n_per_epoch: rows drawn for an epoch; None: all."""
-
-    train_set: tuple[Tensor, ...]
-    validation_set: tuple[Tensor, ...]
-    test_set: tuple[Tensor, ...]
-    batch: int
-    n_per_epoch: int | None = None
-    batch_in_tests: int = 128  # with several processes, each needs one batch
-
-    @property
-    def n_batches(self) -> int:
-        """Of an epoch; what schedules by step want to know."""
-        n = len(self.train_set[0])
-        return -(-(n if self.n_per_epoch is None else min(n, self.n_per_epoch)) // self.batch)
-
-    def train(self, epoch: int, order: torch.Generator, subsample: torch.Generator) -> Iterable:
-        n = len(self.train_set[0])
-        if self.n_per_epoch is None:
-            return _Rows(self.train_set, torch.randperm(n, generator=order), self.batch)
-        drawn = torch.randperm(n, generator=subsample)[: self.n_per_epoch]
-        return _Rows(self.train_set, drawn[torch.randperm(len(drawn), generator=order)], self.batch)
-
-    def validation(self) -> Iterable:
-        return _Rows(self.validation_set, torch.arange(len(self.validation_set[0])), self.batch_in_tests)
-
-    def test(self) -> Iterable:
-        return _Rows(self.test_set, torch.arange(len(self.test_set[0])), self.batch_in_tests)
-
-
-class _Rows:
-    def __init__(self, tensors: tuple[Tensor, ...], rows: Tensor, batch: int):
-        self.tensors, self.rows, self.batch = tensors, rows, batch
-
-    def __len__(self) -> int:
-        return -(-len(self.rows) // self.batch)
-
-    def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
-        for part in self.rows.split(self.batch):
-            yield tuple(tensor[part] for tensor in self.tensors)
+ACCURACIES = ("train_accuracy", "validation_accuracy", "watched_accuracy", "test_accuracy")
 
 
 class Classifier(lightning.LightningModule):
@@ -102,29 +52,33 @@ class Classifier(lightning.LightningModule):
     ):
         super().__init__()
         self.network, self.optimizer, self.schedule, self.schedule_each = network, optimizer, schedule, schedule_each
-        self.validation_accuracy = MulticlassAccuracy(n_classes, average="micro")
-        self.test_accuracy = MulticlassAccuracy(n_classes, average="micro")
+        self.accuracies = nn.ModuleDict({name: MulticlassAccuracy(n_classes, average="micro") for name in ACCURACIES})
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         images, labels = batch
-        loss = F.cross_entropy(self.network(images), labels)
+        logits = self.network(images)
+        loss = F.cross_entropy(logits, labels)
         self.log("train_loss", loss, on_step=False, on_epoch=True, batch_size=len(labels), sync_dist=True)
+        self._count("train_accuracy", logits.detach(), labels)
         return loss
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         for name, count in evaluations(self.network).items():
             self.log(name, float(count), on_step=False, on_epoch=True, batch_size=1, sync_dist=True)
 
-    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        self._count(self.validation_accuracy, "validation_accuracy", batch)
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
+        images, labels = batch
+        self._count(("validation_accuracy", "watched_accuracy")[dataloader_idx], self.network(images), labels)
 
     def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        self._count(self.test_accuracy, "test_accuracy", batch)
-
-    def _count(self, metric: MulticlassAccuracy, name: str, batch: tuple[Tensor, Tensor]) -> None:
         images, labels = batch
-        metric.update(self.network(images), labels)
-        self.log(name, metric, on_step=False, on_epoch=True, batch_size=len(labels))
+        self._count("test_accuracy", self.network(images), labels)
+
+    def _count(self, name: str, logits: Tensor, labels: Tensor) -> None:
+        metric = self.accuracies[name]
+        metric.update(logits, labels)  # pyright: ignore[reportCallIssue]
+        how: Any = {"on_step": False, "on_epoch": True, "add_dataloader_idx": False}
+        self.log(name, metric, batch_size=len(labels), **how)  # pyright: ignore[reportArgumentType]
 
     def configure_optimizers(self) -> Any:
         optimizer = self.optimizer(self.parameters())
@@ -232,36 +186,17 @@ class _Data(lightning.LightningDataModule):
         rank, world = self._place()
         # Here, not when the epoch starts: by then Lightning has fetched its first batch.
         torch.manual_seed(self.run.seed("dropout", self.epoch, *([rank] if rank else [])))
-        return _Share(self.batches.train(self.epoch, order, subsample), rank, world, even=True)
+        return share(self.batches.train(self.epoch, order, subsample), rank, world, even=True)
 
-    def val_dataloader(self) -> Iterable:
-        return _Share(self.batches.validation(), *self._place(), even=False)
+    def val_dataloader(self) -> list[Iterable]:
+        return [share(batches, *self._place(), even=False) for batches in self.batches.validation()]
 
     def test_dataloader(self) -> Iterable:
-        return _Share(self.batches.test(), *self._place(), even=False)
+        return share(self.batches.test(), *self._place(), even=False)
 
     def _place(self) -> tuple[int, int]:
         assert self.trainer is not None
         return self.trainer.global_rank, self.trainer.world_size
-
-
-class _Share:
-    """Every world-th batch. even: as many for all, or those with one more would wait for the others for ever."""
-
-    def __init__(self, batches: Iterable, rank: int, world: int, even: bool):
-        self.batches, self.rank, self.world, self.even = batches, rank, world, even
-
-    def __len__(self) -> int:
-        if not isinstance(self.batches, Sized):
-            raise TypeError("The number of batches is not known.")  # as Lightning expects it of an iterable
-        n = len(self.batches)
-        return n // self.world if self.even else len(range(self.rank, n, self.world))
-
-    def __iter__(self) -> Iterator:
-        rest = iter(self.batches)
-        while group := list(itertools.islice(rest, self.world)):
-            if len(group) == self.world or (not self.even and self.rank < len(group)):
-                yield group[self.rank]
 
 
 class _Keeper(lightning.Callback):
@@ -272,6 +207,7 @@ class _Keeper(lightning.Callback):
         self.run, self.epochs, self.best, self.sign = run, epochs, best, -1 if lowest else 1
         self.history: list[dict[str, float]] = []
         self.seconds: list[float] = []
+        self.training: list[float] = []  # seconds, without those of the validation
         self.best_epoch, self.best_value, self.best_weights = 0, math.nan, {}
         self.spent_before, self.started = 0.0, time.perf_counter()
         self.checkpoint: Path | None = None
@@ -291,7 +227,7 @@ class _Keeper(lightning.Callback):
             self.checkpoint = path
             module.load_state_dict(state["state_dict"])
             kept = state["experiment"]
-            self.history, self.seconds = kept["history"], kept["seconds"]
+            self.history, self.seconds, self.training = kept["history"], kept["seconds"], kept["training"]
             self.best_epoch, self.best_value, self.best_weights = kept["best"]
             self.spent_before = kept["spent"]
             break
@@ -306,10 +242,10 @@ class _Keeper(lightning.Callback):
     def _fill(self) -> None:
         names = dict.fromkeys(name for row in self.history for name in row)
         self.run.metrics.update({name: [row.get(name) for row in self.history] for name in names})
-        self.run.seconds.update(before=self.spent_before, epochs=list(self.seconds))
+        self.run.seconds.update(before=self.spent_before, epochs=list(self.seconds), training=list(self.training))
 
     def on_train_epoch_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        self._epoch_started = time.perf_counter()
+        self._epoch_started, self._validated = time.perf_counter(), 0.0
         if trainer.is_global_zero:
             self.run.log(event="epoch", epoch=trainer.current_epoch)
             self._tell(trainer.current_epoch, 0.0)
@@ -327,6 +263,12 @@ class _Keeper(lightning.Callback):
                 text += f" {name.removeprefix('train_').replace('_', ' ')} {value:.4g}"
         self.run.tell(min(1.0, (epoch + part) / self.epochs), text)
 
+    def on_validation_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        self._validation_started = time.perf_counter()
+
+    def on_validation_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        self._validated += time.perf_counter() - self._validation_started
+
     def on_train_epoch_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         trainer.should_stop = True  # the next epoch is a fit of its own
 
@@ -337,6 +279,7 @@ class _Keeper(lightning.Callback):
             raise KeyError(f"The module logs no {self.best!r}; it logs {', '.join(row)}.")
         self.history.append(row)
         self.seconds.append(time.perf_counter() - self._epoch_started)
+        self.training.append(self.seconds[-1] - self._validated)
         if math.isnan(self.best_value) or self.sign * row[self.best] > self.sign * self.best_value:
             weights = {name: value.detach().cpu().clone() for name, value in pl_module.state_dict().items()}
             self.best_epoch, self.best_value, self.best_weights = len(self.history), row[self.best], weights
@@ -352,6 +295,7 @@ class _Keeper(lightning.Callback):
             "code": self.code,
             "history": self.history,
             "seconds": self.seconds,
+            "training": self.training,
             "spent": self.spent_before + time.perf_counter() - self.started,
             "best": (self.best_epoch, self.best_value, self.best_weights),
         }

@@ -6,7 +6,6 @@ start at once.
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import json
 import multiprocessing
@@ -26,14 +25,14 @@ import torch
 from filelock import FileLock
 from rich.console import Console
 
-from experiments import digits, runner
+from experiments import runner
 from experiments.catalogue import EXPERIMENTS
 from experiments.record import Record
 from experiments.runner import BadOption, Config, Experiment, Options, Run, run_all, tasks_of
 
 ROOT = Path(__file__).parent.parent
 INTERRUPTED = 130
-SMALL = {"epochs": 5, "n_per_epoch": 192}  # of digits' smoke preset
+SMALL = {"epochs": 5, "n_train": 192, "batch": 32, "h": 0.25}  # of digits' smoke preset
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,8 @@ class TinyConfig(Config):
 
 def tiny(config: TinyConfig, run: Run) -> dict[str, Any]:
     """Momentum, a schedule by epoch or by step, dropout, and batches with noise from torch's global generator."""
-    from experiments.training import Classifier, InMemory, train
+    from experiments.batches import InMemory
+    from experiments.training import Classifier, train
 
     class Noisy(InMemory):
         def train(self, epoch, order, subsample):
@@ -66,10 +66,7 @@ def tiny(config: TinyConfig, run: Run) -> dict[str, Any]:
     return {"best_epoch": trained.best_epoch, "best": trained.best, "last": trained.last, "seeds": trained.seeds}
 
 
-# As the main session registers it; processes of --jobs 2 find it here, as their __mp_main__.
-EXPERIMENTS.setdefault(
-    "digits", Experiment("digits", "", "", digits.PRESETS, digits.main, takes={}, methods=digits.METHODS)
-)
+# Processes of --jobs 2 find it here, as their __mp_main__.
 EXPERIMENTS["tiny"] = Experiment("tiny", "", "", {"smoke": TinyConfig()}, tiny, takes={})
 
 
@@ -138,6 +135,7 @@ def helper_main() -> None:
 
 
 def _child(command: dict[str, Any], said: Path) -> int:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs are deaf to it
     os.environ["TORCHMALI_OUT"] = command["out"]  # for processes of --jobs 2
     patch = pytest.MonkeyPatch()
     if command["code"]:
@@ -146,7 +144,7 @@ def _child(command: dict[str, Any], said: Path) -> int:
         fork = multiprocessing.get_context("fork")
         patch.setattr(multiprocessing, "get_context", lambda kind: fork)
     runner.RECORDS, runner.RUNS = Path(command["out"]) / "records", Path(command["out"]) / "runs"
-    tasks = tasks_of(EXPERIMENTS[command["name"]], "smoke", command["methods"], [], command["changes"])
+    tasks = tasks_of(EXPERIMENTS[command["name"]], "smoke", command["methods"], [0], command["changes"])
     with said.open("w") as file:
         console = Console(file=file, width=1000)
         try:
@@ -235,7 +233,7 @@ def test_every_epoch_has_its_metrics_and_every_use_of_chance_its_seed(undisturbe
     seeds = undisturbed.results["seeds"]
     numbers = [seeds["init"], seeds["test"], *seeds["order"], *seeds["subsample"], *seeds["dropout"]]
     assert len(set(numbers)) == 2 + 3 * 5
-    assert undisturbed.results["evaluations"] == {"forward": 5.0, "backward": 5.0}  # N + 1 of ALF, both ways
+    assert undisturbed.results["evaluations"] == {"forward": 10.0, "backward": 10.0}  # N + 1 of ALF, two blocks
 
 
 def test_another_seed_gives_other_metrics(helper, undisturbed, tmp_path):
@@ -307,7 +305,7 @@ def test_momentum_schedules_dropout_and_noise_go_on_where_they_were(helper, tmp_
 
 @pytest.mark.parametrize("forks", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_two_jobs_give_the_metrics_of_one(helper, tmp_path, forks):
-    changes = {"epochs": 2, "n_per_epoch": 64}
+    changes = {"epochs": 2, "n_train": 64}
     for jobs in (1, 2):
         helper.run(tmp_path / str(jobs), methods=("mali", "aca"), changes=changes, jobs=jobs, forks=forks)
     for method in ("mali", "aca"):
@@ -413,32 +411,17 @@ def test_a_damaged_record_is_told_set_aside_and_made_again_without_training(help
 
 def test_every_method_trains(helper, tmp_path):
     methods = ("naive", "adjoint", "seminorm")  # ACA and MALI: above
-    helper.run(tmp_path, methods=methods, changes={"epochs": 1, "n_per_epoch": 64})
+    helper.run(tmp_path, methods=methods, changes={"epochs": 1, "n_train": 64})
     for method in methods:
         found = record_in(tmp_path, method)
         assert (found.results["evaluations"]["backward"] == 0) == (method == "naive")  # autograd asks f nothing
-
-
-def test_a_method_or_solver_that_is_not_there_is_told():
-    with pytest.raises(runner.BadOption, match="no method 'mail'; it has naive"):
-        digits.block(dataclasses.replace(digits.PRESETS["smoke"], method="mail"))
-    with pytest.raises(runner.BadOption, match="no solver 'rk5'; it has alf"):
-        digits.block(dataclasses.replace(digits.PRESETS["smoke"], solver="rk5"))
-
-
-def test_digits_are_split_once_for_all():
-    sets = digits.read_digits()
-    assert [len(labels) for _, labels in sets] == [1077, 360, 360]
-    for (images, labels), (again, labels_again) in zip(sets, digits.read_digits(), strict=True):
-        assert torch.equal(images, again) and torch.equal(labels, labels_again)
-    assert all(images.min() == 0 and images.max() == 1 and images.shape[1:] == (1, 8, 8) for images, _ in sets)
 
 
 @pytest.mark.slow
 def test_mali_reads_digits(tmp_path, monkeypatch):
     monkeypatch.setattr(runner, "RECORDS", tmp_path / "records")
     monkeypatch.setattr(runner, "RUNS", tmp_path / "runs")
-    (task,) = tasks_of(EXPERIMENTS["digits"], "cpu", ["mali"], [], {})
+    (task,) = tasks_of(EXPERIMENTS["digits"], "cpu", ["mali"], [0], {})
     runner.perform(task, Options(), lambda done, text: None)
     assert Record.read(task.path).results["test_accuracy"] >= 0.97
 

@@ -1,0 +1,107 @@
+"""Batches of data: what training asks of them, sets of tensors in memory, and the share of one process of several."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+Batch = tuple[Tensor, ...]
+
+
+class Batches(Protocol):
+    """The data of a run. All chance is in the generators, or in torch's global one, which is seeded for each epoch."""
+
+    def train(self, epoch: int, order: torch.Generator, subsample: torch.Generator) -> Iterable: ...
+
+    def validation(self) -> Sequence[Iterable]:
+        """The first is what an epoch is chosen by; others are watched."""
+        ...
+
+    def test(self) -> Iterable: ...
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Batches that are read when they are wanted, each from its rows; by so many workers, if any."""
+
+    rows: Sequence[Tensor]
+    read: Callable[[Tensor], Batch]
+    workers: int = 0
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, i: int) -> Batch:
+        return self.read(self.rows[i])
+
+    def __iter__(self) -> Iterator[Batch]:
+        if not self.workers:
+            return map(self.read, self.rows)
+        how: Any = {"num_workers": self.workers, "multiprocessing_context": "spawn", "batch_size": None}
+        return iter(DataLoader(Parts(self.rows, self.read), **how))  # pyright: ignore[reportArgumentType]
+
+
+def share(batches: Iterable, rank: int, world: int, even: bool) -> Iterable:
+    """Every world-th batch. even: as many for all, or those with one more would wait for the others for ever."""
+    if isinstance(batches, Parts):  # the others need not be read
+        n = len(batches) // world * world if even else len(batches)
+        return Parts(batches.rows[rank:n:world], batches.read, batches.workers)
+    return _Share(batches, rank, world, even)
+
+
+class _Share:
+    def __init__(self, batches: Iterable, rank: int, world: int, even: bool):
+        self.batches, self.rank, self.world, self.even = batches, rank, world, even
+
+    def __len__(self) -> int:
+        if not isinstance(self.batches, Sized):
+            raise TypeError("The number of batches is not known.")  # as Lightning expects it of an iterable
+        n = len(self.batches)
+        return n // self.world if self.even else len(range(self.rank, n, self.world))
+
+    def __iter__(self) -> Iterator:
+        rest = iter(self.batches)
+        while group := list(itertools.islice(rest, self.world)):
+            if len(group) == self.world or (not self.even and self.rank < len(group)):
+                yield group[self.rank]
+
+
+@dataclass(frozen=True)
+class InMemory:
+    """Sets of tensors with the same number of rows. n_per_epoch: rows drawn for an epoch; None: all."""
+
+    train_set: Batch
+    validation_set: Batch
+    test_set: Batch
+    batch: int
+    n_per_epoch: int | None = None
+    batch_in_tests: int = 128  # with several processes, each needs one batch
+
+    @property
+    def n_batches(self) -> int:
+        """Of an epoch; what schedules by step want to know."""
+        n = len(self.train_set[0])
+        return -(-(n if self.n_per_epoch is None else min(n, self.n_per_epoch)) // self.batch)
+
+    def train(self, epoch: int, order: torch.Generator, subsample: torch.Generator) -> Iterable:
+        n = len(self.train_set[0])
+        if self.n_per_epoch is None:
+            return _rows(self.train_set, torch.randperm(n, generator=order), self.batch)
+        drawn = torch.randperm(n, generator=subsample)[: self.n_per_epoch]
+        return _rows(self.train_set, drawn[torch.randperm(len(drawn), generator=order)], self.batch)
+
+    def validation(self) -> Sequence[Iterable]:
+        return [_rows(self.validation_set, torch.arange(len(self.validation_set[0])), self.batch_in_tests)]
+
+    def test(self) -> Iterable:
+        return _rows(self.test_set, torch.arange(len(self.test_set[0])), self.batch_in_tests)
+
+
+def _rows(tensors: Batch, rows: Tensor, batch: int) -> Parts:
+    return Parts(rows.split(batch), lambda part: tuple(tensor[part] for tensor in tensors))

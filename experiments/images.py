@@ -1,0 +1,407 @@
+"""Recognition of images by a ResNet or its Neural ODE twin: data, methods and training of Figures 5 and 6."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import torchmali as tm
+from experiments.augment import crop_and_flip
+from experiments.batches import Parts
+from experiments.data import cifar, data_dir, digits, folder, mnist
+from experiments.data.source import DataError, Images
+from experiments.models import ode_resnet
+from experiments.models.ode_resnet import RESNET, How, Network, Normalise
+from experiments.runner import BadOption, Config, Run
+from torchmali.measure import LiveBytes
+
+if TYPE_CHECKING:
+    from experiments.training import Trained
+
+SPLIT = 0  # seed of the split; not the config's: every run is tested with the same images
+
+
+@dataclass(frozen=True)
+class ImagesConfig(Config):
+    """None: for rtol, atol those of the method; for h steps that adapt; for n_train, n_validation, n_test all.
+
+    drops: epochs after which lr falls to a tenth; none: a cosine. pad: largest shift of the augmentation. batch: on all
+    devices together.
+    """
+
+    data: str = "digits"  # mnist, cifar10, folder
+    network: str = "small"  # stack, resnet18, resnet18_large
+    norm: str = "batch"  # group, sync
+    method: str = "mali"
+    rtol: float | None = None
+    atol: float | None = None
+    h: float | None = None
+    n_train: int | None = None
+    n_validation: int = 270
+    n_test: int | None = None
+    epochs: int = 30
+    batch: int = 64
+    lr: float = 0.05
+    weight_decay: float = 5e-4
+    drops: tuple[int, ...] = ()
+    pad: int = 0
+    flip: bool = False
+    devices: int = 1
+    workers: int = 0  # that decode pictures, for each device
+    size: int = 224  # of crops of pictures, in tests of the middle of pictures with a shorter side of 8/7 of it
+
+
+SMALL_CIFAR = ImagesConfig(
+    data="cifar10", n_train=10_000, n_validation=1000, n_test=2000, epochs=8, batch=128, pad=2, flip=True
+)
+DIGITS = {"smoke": ImagesConfig(n_train=256, n_validation=100, n_test=100, epochs=1), "cpu": ImagesConfig()}
+MNIST = {
+    "smoke": ImagesConfig(data="mnist", n_train=128, n_validation=64, n_test=64, epochs=1),
+    "cpu": ImagesConfig(data="mnist", n_train=10_000, n_validation=1000, n_test=2000, epochs=5, batch=128, pad=2),
+}
+CIFAR = {
+    "smoke": ImagesConfig(data="cifar10", n_train=128, n_validation=64, n_test=64, epochs=1, pad=2, flip=True),
+    "cpu": SMALL_CIFAR,
+    "paper": ImagesConfig(
+        data="cifar10",
+        network="resnet18",
+        n_validation=0,
+        epochs=90,
+        batch=128,
+        lr=0.01,
+        drops=(30, 60),
+        pad=4,
+        flip=True,
+    ),  # fmt: skip
+}
+FOLDER = {
+    "smoke": ImagesConfig(data="folder", network="resnet18_large", h=0.25, n_validation=4, epochs=1, batch=4, size=64),
+    "paper": ImagesConfig(
+        data="folder",
+        network="resnet18_large",
+        h=0.25,
+        n_validation=10_000,
+        epochs=80,
+        batch=256,
+        lr=0.1,
+        weight_decay=1e-4,
+        drops=(30, 60),
+        flip=True,
+        devices=4,
+        workers=8,
+    ),  # fmt: skip
+}
+
+
+# Methods
+
+
+class Method(NamedTuple):
+    """With the solver and tolerances that the paper gives it; fixed: its solver for fixed steps."""
+
+    gradient: tm.GradientMethod
+    solver: tm.Solver
+    fixed: tm.Solver
+    rtol: float
+    atol: float
+
+
+METHODS = {
+    "naive": Method(tm.Naive(), tm.Dopri5(), tm.Midpoint(), 1e-5, 1e-5),
+    "adjoint": Method(tm.Adjoint(), tm.Dopri5(), tm.Midpoint(), 1e-5, 1e-5),
+    "seminorm": Method(tm.Adjoint(seminorm=True), tm.Dopri5(), tm.Midpoint(), 1e-5, 1e-5),
+    "aca": Method(tm.ACA(), tm.HeunEuler(), tm.HeunEuler(), 1e-1, 1e-2),
+    "mali": Method(tm.MALI(), tm.ALF(), tm.ALF(), 1e-1, 1e-2),
+    "alf4": Method(tm.MALI(), tm.ALF(order=4), tm.ALF(order=4), 1e-1, 1e-2),
+    "exact": Method(tm.MALI(exact=True), tm.ALF(), tm.ALF(), 1e-1, 1e-2),
+}
+NAMES = ("resnet", *METHODS)
+
+
+def how(config: ImagesConfig) -> How:
+    if config.method == "resnet":
+        return RESNET
+    if config.method not in METHODS:
+        raise BadOption(f"There is no method {config.method!r}; there are {', '.join(NAMES)}.")
+    method = METHODS[config.method]
+    if config.h is not None:
+        return How(method.fixed, tm.FixedStep(config.h), method.gradient)
+    rtol = method.rtol if config.rtol is None else config.rtol
+    atol = method.atol if config.atol is None else config.atol
+    return How(method.solver, tm.AdaptiveStep(rtol, atol), method.gradient)
+
+
+# Data
+
+
+class Sets(NamedTuple):
+    """levels: the pixel that is white."""
+
+    train: Images
+    validation: Images
+    test: Images
+    levels: int
+
+
+def _digits(config: ImagesConfig, place: Path | None) -> Sets:
+    n_test = 270 if config.n_test is None else config.n_test
+    found = digits.load(SPLIT, config.n_validation, n_test)
+    sets = [Images(x.images[:, None], x.labels) for x in found]
+    return Sets(_first(sets[0], config.n_train), sets[1], sets[2], 16)
+
+
+def _mnist(config: ImagesConfig, place: Path | None) -> Sets:
+    train, test = (mnist.load(place, split) for split in ("train", "test"))
+    train, test = (Images(x.images[:, None], x.labels) for x in (train, test))
+    return Sets(*_split(config, train), _first(test, config.n_test), 255)
+
+
+def _cifar10(config: ImagesConfig, place: Path | None) -> Sets:
+    train = cifar.load(place, "train", require_all=config.n_train is None)
+    test = cifar.load(place, "test")
+    return Sets(*_split(config, train), _first(test, config.n_test), 255)
+
+
+def _split(config: ImagesConfig, images: Images) -> tuple[Images, Images]:
+    """What is not for training is for validation, or not used."""
+    n = len(images) - config.n_validation if config.n_train is None else config.n_train
+    if n < 1 or n + config.n_validation > len(images):
+        what = f"{config.n_train} images to train with and {config.n_validation} for validation"
+        raise DataError(f"{len(images):,} images of {config.data} are too few for {what}: set n_train, n_validation.")
+    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(SPLIT))
+    train, validation = order[:n], order[n : n + config.n_validation]
+    return Images(images.images[train], images.labels[train]), Images(
+        images.images[validation], images.labels[validation]
+    )
+
+
+def _first(images: Images, n: int | None) -> Images:
+    return images if n is None else Images(images.images[:n], images.labels[:n])
+
+
+LOADERS: dict[str, Callable[[ImagesConfig, Path | None], Sets]] = {
+    "digits": _digits, "mnist": _mnist, "cifar10": _cifar10,
+}  # fmt: skip
+KNOWN = (*LOADERS, "folder")
+
+
+def pixels(images: Tensor, levels: int) -> Tensor:
+    """In [0, 1]."""
+    return images.float() / levels
+
+
+@dataclass(frozen=True)
+class Augmented:
+    """Batches of images in memory. All that is drawn for an epoch is drawn by row: batches of any size see the same."""
+
+    sets: Sets
+    config: ImagesConfig
+    batch: int
+    n_classes: int = 10
+
+    def train(self, epoch: int, order: torch.Generator, subsample: torch.Generator) -> Iterable:
+        images, labels, _ = self.sets.train.images, self.sets.train.labels, epoch
+        n, pad = len(labels), self.config.pad
+        rows = torch.randperm(n, generator=order)
+        shifts = torch.randint(2 * pad + 1, (n, 2), generator=order)
+        flips = (torch.rand(n, generator=order) < 0.5) & self.config.flip
+
+        def read(part: Tensor) -> tuple[Tensor, Tensor]:
+            moved = crop_and_flip(images[part], shifts[part], flips[part], pad)
+            return pixels(moved, self.sets.levels), labels[part]
+
+        return Parts(rows.split(self.batch), read)
+
+    def validation(self) -> Sequence[Iterable]:
+        """And the test set, watched; where nothing is kept for validation, that alone (as in the paper)."""
+        return [self._plain(self.sets.validation), self.test()] if len(self.sets.validation) else [self.test()]
+
+    def test(self) -> Iterable:
+        return self._plain(self.sets.test)
+
+    def _plain(self, images: Images) -> Iterable:
+        def read(part: Tensor) -> tuple[Tensor, Tensor]:
+            return pixels(images.images[part], self.sets.levels), images.labels[part]
+
+        return Parts(torch.arange(len(images)).split(128), read)
+
+
+@dataclass(frozen=True)
+class Read:
+    """Decodes pictures. seed: of random crops, for each row its own; None: the middle."""
+
+    pictures: folder.Index
+    size: int
+    flip: bool = False
+    seed: int | None = None
+
+    def __call__(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        paths = [self.pictures.paths[row] for row in rows.tolist()]
+        if self.seed is None:
+            crops = folder.centre_crops(paths, self.size * 8 // 7, self.size)
+        else:
+            crops = torch.cat([self._drawn(path, row) for path, row in zip(paths, rows.tolist(), strict=True)])
+        return pixels(crops, 255), self.pictures.labels[rows]
+
+    def _drawn(self, path: Path, row: int) -> Tensor:
+        generator = torch.Generator().manual_seed((self.seed or 0) + row)
+        crop = folder.random_crops([path], self.size, generator)
+        return crop.flip(3) if self.flip and torch.rand((), generator=generator) < 0.5 else crop
+
+
+@dataclass(frozen=True)
+class FolderBatches:
+    """Batches of pictures in folders; they are decoded when they are wanted."""
+
+    pictures: folder.Pictures
+    config: ImagesConfig
+    batch: int
+
+    @property
+    def n_classes(self) -> int:
+        return len(self.pictures.train.classes)
+
+    def _rows(self) -> tuple[Tensor, Tensor]:
+        n, n_validation = len(self.pictures.train), self.config.n_validation
+        order = torch.randperm(n, generator=torch.Generator().manual_seed(SPLIT))
+        return order[n_validation:], order[:n_validation]
+
+    def train(self, epoch: int, order: torch.Generator, subsample: torch.Generator) -> Iterable:
+        rows, _ = self._rows()
+        seed = int(torch.randint(2**62, (), generator=order))
+        read = Read(self.pictures.train, self.config.size, self.config.flip, seed)
+        return self._parts(rows[torch.randperm(len(rows), generator=order)], read, self.batch)
+
+    def validation(self) -> Sequence[Iterable]:
+        _, rows = self._rows()
+        read = Read(self.pictures.train, self.config.size)
+        return [self._parts(rows, read, self.batch), self.test()] if len(rows) else [self.test()]
+
+    def test(self) -> Iterable:
+        read = Read(self.pictures.val, self.config.size)
+        return self._parts(torch.arange(len(self.pictures.val)), read, self.batch)
+
+    def _parts(self, rows: Tensor, read: Read, batch: int) -> Parts:
+        return Parts(rows.split(batch), read, self.config.workers)
+
+
+def batches(config: ImagesConfig, given: Path | None) -> Augmented | FolderBatches:
+    place = data_dir(given)
+    if config.data not in KNOWN:
+        raise BadOption(f"There is no data {config.data!r}; there are {', '.join(KNOWN)}.")
+    if config.batch % config.devices:
+        raise BadOption(f"A batch of {config.batch} cannot be shared by {config.devices} devices.")
+    batch = config.batch // config.devices
+    if config.data == "folder":
+        pictures = folder.index(place)
+        found, n = FolderBatches(pictures, config, batch), len(pictures.train) - config.n_validation
+    else:
+        sets = LOADERS[config.data](config, place)
+        found, n = Augmented(sets, config, batch), len(sets.train)
+    if config.batch > n:
+        raise BadOption(f"A batch of {config.batch} is more than the {n} images to train with: set batch={max(n, 1)}.")
+    return found
+
+
+# Networks
+
+NORMALISE = {  # mean and standard deviation of the pixels
+    "digits": ((0.31,), (0.38,)),
+    "mnist": ((0.1307,), (0.3081,)),
+    "cifar10": ((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)),
+    "folder": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
+}
+STRIDES = {"digits": 1, "mnist": 2, "cifar10": 2, "folder": 4}  # of the small networks' stem
+
+
+def network(config: ImagesConfig, n_classes: int) -> Network:
+    normalise, norm = Normalise(*NORMALISE[config.data]), ode_resnet.NORMS.get(config.norm, ode_resnet.batch_norm)
+    n_in, stride = len(NORMALISE[config.data][0]), STRIDES[config.data]
+    made = {
+        "small": lambda: ode_resnet.small(normalise, n_classes, how(config), norm, n_in, stride),
+        "stack": lambda: ode_resnet.node_stack(normalise, n_classes, how(config), norm, n_in, stride),
+        "resnet18": lambda: ode_resnet.resnet18(normalise, n_classes, how(config), norm),
+        "resnet18_large": lambda: ode_resnet.resnet18(normalise, n_classes, how(config), norm, "large"),
+    }
+    if config.network not in made:
+        raise BadOption(f"There is no network {config.network!r}; there are {', '.join(made)}.")
+    if config.norm not in (*ode_resnet.NORMS, "sync"):
+        raise BadOption(f"There is no norm {config.norm!r}; there are {', '.join((*ode_resnet.NORMS, 'sync'))}.")
+    found = made[config.network]()
+    if config.norm == "sync":
+        nn.SyncBatchNorm.convert_sync_batchnorm(found)  # in place
+    return found
+
+
+# Training
+
+
+def trained(config: ImagesConfig, run: Run) -> tuple[Trained, Augmented | FolderBatches]:
+    from experiments.training import Classifier, Devices, train  # takes seconds: not for a list of experiments
+
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if world != config.devices:
+        line = f"torchrun --nproc-per-node {config.devices} -m experiments run ..."
+        raise BadOption(
+            f"The run is for {config.devices} devices, this is for {world}: {line}, or --set devices={world}."
+        )
+    found = batches(config, run.data_dir)
+    optimizer = partial(torch.optim.SGD, lr=config.lr, momentum=0.9, weight_decay=config.weight_decay)
+    schedule = (
+        partial(torch.optim.lr_scheduler.MultiStepLR, milestones=list(config.drops))
+        if config.drops
+        else partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=config.epochs)
+    )
+    make = lambda: Classifier(network(config, found.n_classes), found.n_classes, optimizer, schedule)  # noqa: E731
+    devices = Devices(config.devices, "auto", "auto" if config.devices == 1 else "ddp")
+    with as_published():
+        return train(run, make, found, config.epochs, devices=devices), found
+
+
+@contextmanager
+def as_published() -> Iterator[None]:
+    """Without the warning that the paper's 1e-5 is near the round-off of float32: it is what is compared."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "rtol = 1e-05 is below 100 eps", tm.SolverWarning)
+        yield
+
+
+def main(config: ImagesConfig, run: Run) -> dict[str, Any]:
+    done, found = trained(config, run)
+    return summary(config, run, done, found)
+
+
+def summary(config: ImagesConfig, run: Run, done: Trained, found: Augmented | FolderBatches) -> dict[str, Any]:
+    """test_accuracy: of the epoch that was best in validation. As published: the best of all epochs in the test."""
+    by_epoch = run.metrics.get("watched_accuracy") or run.metrics["validation_accuracy"]
+    return {
+        "test_accuracy": done.best["test_accuracy"],
+        "best_epoch": done.best_epoch,
+        "chosen_by": "validation" if "watched_accuracy" in run.metrics else "test",
+        "test_accuracy_last": done.last["test_accuracy"],
+        "test_accuracy_of_best_test_epoch": max(by_epoch),
+        "evaluations": {name: run.metrics[f"evaluations_{name}"][-1] for name in ("forward", "backward")},
+        "parameters": sum(p.numel() for p in done.module.parameters()),
+        "peak_bytes": peak_bytes(done.module, next(iter(found.train(0, run.generator("order", 0), run.generator())))),
+        "seeds": done.seeds,
+    }
+
+
+def peak_bytes(module: nn.Module, batch: tuple[Tensor, Tensor]) -> int:
+    """Of live tensors, in a forward and backward pass of the network with a batch."""
+    module.train()
+    module.zero_grad(set_to_none=True)
+    with as_published(), LiveBytes() as live:
+        F.cross_entropy(module.network(batch[0]), batch[1]).backward()  # pyright: ignore[reportCallIssue]
+    module.zero_grad(set_to_none=True)
+    return live.peak

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from experiments import accounting, explain, images, memory, stability, toy
+from experiments import accounting, explain, images, memory, solvers, stability, toy
 from experiments.runner import Experiment
 
 EXPERIMENTS = {
@@ -100,6 +100,17 @@ EXPERIMENTS = {
             data="ImageNet (a folder of pictures)",
             methods=images.NAMES,
             usual=("resnet", "adjoint", "mali"),
+        ),
+        Experiment(
+            name="solvers",
+            what="a network trained with one solver, run and attacked with others; a ResNet run as an ODE",
+            shows="Tables 2, 3; Figure 6, small",
+            presets=solvers.PRESETS,
+            main=solvers.main,
+            takes={"smoke": "10 s a method", "cpu": "2 min a run", "cpu-cifar10": "15 min a run"},
+            data="scikit-learn's digits (comes with it); CIFAR-10 for cpu-cifar10",
+            methods=solvers.METHODS,
+            seeds=(0, 1, 2),
         ),
     )
 }

@@ -1,0 +1,184 @@
+"""Tables 2 and 3, Figure 6: a network trained with one solver, run and attacked with others; a ResNet run as an ODE."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import torchmali as tm
+from experiments.images import Augmented, ImagesConfig, peak_bytes, pixels, summary, trained
+from experiments.models.ode_resnet import RESNET, How, Network
+from experiments.quirks import UnguardedLastStep, overshot
+from experiments.runner import BadOption, Run
+
+METHODS = ("mali", "adjoint", "resnet")
+
+
+@dataclass(frozen=True)
+class SolversConfig(ImagesConfig):
+    """epsilons: sizes of attacks, in parts of 255."""
+
+    network: str = "stack"
+    h: float | None = 0.25
+    sizes: tuple[float, ...] = (1.0, 0.5, 0.25, 0.15, 0.1)
+    tolerances: tuple[float, ...] = (1.0, 0.1, 0.01)
+    epsilons: tuple[float, ...] = (1.0, 2.0, 8.0, 16.0)
+    n_attacked: int | None = None  # None: all test images
+    pgd_steps: int = 10
+
+
+PRESETS = {
+    "smoke": SolversConfig(
+        n_train=256,
+        n_validation=100,
+        n_test=64,
+        epochs=1,
+        sizes=(1.0, 0.5),
+        tolerances=(0.1,),
+        epsilons=(8.0,),
+        pgd_steps=2,
+    ),  # fmt: skip
+    "cpu": SolversConfig(epochs=10, drops=(6,)),
+    "cpu-cifar10": SolversConfig(
+        data="cifar10",
+        n_train=10_000,
+        n_validation=1000,
+        n_test=2000,
+        epochs=12,
+        batch=128,
+        drops=(7,),
+        pad=2,
+        flip=True,
+        epsilons=(1.0, 2.0, 4.0),
+        n_attacked=1000,
+    ),  # fmt: skip
+}
+
+FIXED: dict[str, tm.Solver] = {
+    "ALF": tm.ALF(), "Euler": tm.Euler(), "RK2": tm.Midpoint(), "RK4": tm.RK4(), "ALF4": tm.ALF(order=4),
+}  # fmt: skip
+ADAPTIVE: dict[str, tm.Solver] = {
+    "ALF": tm.ALF(), "Heun-Euler": tm.HeunEuler(), "RK23": tm.Bosh3(), "Dopri5": tm.Dopri5(), "ALF4": tm.ALF(order=4),
+}  # fmt: skip
+ATTACKERS = {  # with the tolerances of the paper's appendix
+    "ALF": (0.1, 0.01), "Heun-Euler": (0.1, 0.01), "RK23": (1e-2, 1e-3), "Dopri5": (1e-4, 1e-5),
+}  # fmt: skip
+H0 = 0.25  # first step of adaptive solves, as in the reference code
+
+
+def fixed(name: str, h: float, as_reference: bool = False) -> How:
+    return How(FIXED[name], tm.FixedStep(h), tm.Naive(), overshot(h) if as_reference else 1.0)
+
+
+def adaptive(name: str, rtol: float, atol: float, as_reference: bool = False) -> How:
+    kind = UnguardedLastStep if as_reference else tm.AdaptiveStep
+    return How(ADAPTIVE[name], kind(rtol, atol, H0), tm.Naive())
+
+
+@torch.no_grad()
+def logits(network: Network, how: How, images: Tensor) -> Tensor:
+    network.resolved(how)
+    return torch.cat([network(part) for part in images.split(128)])
+
+
+def accuracy(network: Network, how: How, images: Tensor, labels: Tensor) -> float:
+    return float((logits(network, how, images).argmax(1) == labels).double().mean())
+
+
+def attacked(
+    network: Network, how: How, images: Tensor, labels: Tensor, epsilon: float, steps: int = 1, size: float = 1.0
+) -> Tensor:
+    """FGSM: epsilon times the sign of the gradient of the loss, clamped to [0, 1]; with several steps: PGD.
+
+    size: of a step, in parts of epsilon.
+    """
+    network.resolved(how)
+    found = []
+    for x, y in zip(images.split(128), labels.split(128), strict=True):
+        moved = x
+        for _ in range(steps):
+            moved = moved.detach().requires_grad_()
+            (gradient,) = torch.autograd.grad(F.cross_entropy(network(moved), y), moved)
+            moved = moved.detach() + size * epsilon * gradient.sign()
+            moved = moved.clamp(x - epsilon, x + epsilon).clamp(0, 1)
+        found.append(moved)
+    return torch.cat(found)
+
+
+def invariance(config: SolversConfig, network: Network, x: Tensor, y: Tensor) -> dict[str, Callable[[], float]]:
+    """Table 2: accuracy under other solvers, with ours and with the reference code's ways at the end."""
+    work: dict[str, Callable[[], float]] = {}
+    for version in ("corrected", "as reference"):
+        quirks = version == "as reference"
+        for name in FIXED:
+            for h in config.sizes:
+                work[f"{version} / {name} / h {h:g}"] = partial(accuracy, network, fixed(name, h, quirks), x, y)
+        for name in ADAPTIVE:
+            for tolerance in config.tolerances:
+                how = adaptive(name, tolerance, tolerance / 10, quirks)
+                work[f"{version} / {name} / tolerance {tolerance:g}"] = partial(accuracy, network, how, x, y)
+    return work
+
+
+def ways(config: SolversConfig) -> dict[str, How]:
+    """The solvers of Table 3; a ResNet has one."""
+    if config.method == "resnet":
+        return {"Euler": RESNET}
+    return {name: adaptive(name, *tolerances) for name, tolerances in ATTACKERS.items()}
+
+
+def attacks(config: SolversConfig, network: Network, x: Tensor, y: Tensor) -> dict[str, Callable[[], Any]]:
+    """Table 3: accuracy after an attack with one solver, under others. One piece for each attack."""
+
+    def under_all(attacker: How, epsilon: float, **how: Any) -> dict[str, float]:
+        moved = attacked(network, attacker, x, y, epsilon / 255, **how)
+        return {name: accuracy(network, inference, moved, y) for name, inference in ways(config).items()}
+
+    work: dict[str, Callable[[], Any]] = {}
+    for epsilon in config.epsilons:
+        for name, how in ways(config).items():
+            work[f"FGSM {epsilon:g} / {name}"] = partial(under_all, how, epsilon)
+        first, how = next(iter(ways(config).items()))
+        pgd = {"steps": config.pgd_steps, "size": 0.25}
+        work[f"PGD {epsilon:g} / {first}"] = partial(under_all, how, epsilon, **pgd)
+    return work
+
+
+def main(config: SolversConfig, run: Run) -> dict[str, Any]:
+    if config.method not in METHODS:
+        raise BadOption(f"There is no method {config.method!r}; there are {', '.join(METHODS)}.")
+    done, found = trained(config, run)
+    assert isinstance(found, Augmented)
+    network: Any = done.module.network
+    results = summary(config, run, done, found)
+    network.eval()
+    test = found.sets.test
+    x, y = pixels(test.images, found.sets.levels), test.labels
+    n = len(y) if config.n_attacked is None else config.n_attacked
+
+    def difference() -> float:
+        one, other = (logits(network, fixed(name, 1.0), x) for name in ("ALF", "RK2"))
+        return float((one - other).abs().max() / one.abs().max())
+
+    work: dict[str, Callable[[], Any]] = {
+        **invariance(config, network, x, y),
+        **attacks(config, network, x[:n], y[:n]),
+        "ALF - RK2 at h 1": difference,
+        "clean": lambda: {name: accuracy(network, how, x[:n], y[:n]) for name, how in ways(config).items()},
+    }
+    if config.method == "mali":
+        batch = x[: config.batch], y[: config.batch]
+        for h in config.sizes:
+            work[f"peak bytes / h {h:g}"] = partial(peak, network, h, batch)
+    return {**results, "cells": run.pieces(work), "n_test": len(y), "n_attacked": n}
+
+
+def peak(network: Network, h: float, batch: tuple[Tensor, Tensor]) -> int:
+    network.resolved(How(tm.ALF(), tm.FixedStep(h), tm.MALI()))
+    return peak_bytes(network, batch)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from experiments import accounting, explain, images, memory, solvers, stability, toy
+from experiments import accounting, explain, feasibility, images, memory, solvers, stability, toy
 from experiments.runner import Experiment
 
 EXPERIMENTS = {
@@ -111,6 +111,14 @@ EXPERIMENTS = {
             data="scikit-learn's digits (comes with it); CIFAR-10 for cpu-cifar10",
             methods=solvers.METHODS,
             seeds=(0, 1, 2),
+        ),
+        Experiment(
+            name="feasibility",
+            what="peak memory of one step of the full network for ImageNet, and what fits a GPU of 11 GB",
+            shows="Section 4.2: naive and ACA cannot train on ImageNet",
+            presets=feasibility.PRESETS,
+            main=feasibility.main,
+            takes={"smoke": "5 s", "cpu": "30 min, 16 GB of memory"},
         ),
     )
 }

@@ -234,7 +234,8 @@ class Augmented:
         def read(part: Tensor) -> tuple[Tensor, Tensor]:
             return pixels(images.images[part], self.sets.levels), images.labels[part]
 
-        return Parts(torch.arange(len(images)).split(128), read)
+        batch = min(128, max(1, len(images) // self.config.devices))  # one for each device, at least
+        return Parts(torch.arange(len(images)).split(batch), read)
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ in the forward and backward pass, beyond what was there before: deterministic, o
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -61,11 +62,11 @@ def peak(config: MemoryConfig, field: str, method: str, controller: tm.StepContr
 
 def fitted(n: Sequence[float], peaks: Sequence[float]) -> dict[str, float]:
     """peak = base + slope n, least squares, and R^2."""
-    x, y = torch.tensor(n, dtype=torch.float64), torch.tensor(peaks, dtype=torch.float64)
-    matrix = torch.stack([torch.ones_like(x), x], 1)
-    base, slope = torch.linalg.lstsq(matrix, y[:, None]).solution[:, 0].tolist()
-    rest, spread = (y - base - slope * x).square().sum(), (y - y.mean()).square().sum()
-    return {"base": base, "slope": slope, "r2": float(1 - rest / spread) if spread > 0 else 1.0}
+    slope, base = statistics.linear_regression(n, peaks)  # not torch's: its last bit changes from run to run
+    mean = statistics.fmean(peaks)
+    rest = sum((y - base - slope * x) ** 2 for x, y in zip(n, peaks, strict=True))
+    spread = sum((y - mean) ** 2 for y in peaks)
+    return {"base": base, "slope": slope, "r2": 1 - rest / spread if spread > 0 else 1.0}
 
 
 def main(config: MemoryConfig, run: Run) -> dict[str, Any]:

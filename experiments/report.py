@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from experiments.record import RECORDS, ROOT, Record
-from experiments.show import VERDICTS, Claim, Picture, Table
-from experiments.views import accounting, memory, theory, toy
+from experiments.show import VERDICTS, Claim, Found, Picture, Shown, Table
+from experiments.views import accounting, feasibility, images, memory, solvers, theory, toy
 
 PAGE = ROOT / "docs" / "results.html"
 MARKDOWN = ROOT / "docs" / "results.md"
@@ -53,61 +53,78 @@ class Chapter(NamedTuple):
 
 
 class View(NamedTuple):
-    experiment: str
+    """read: from the records of its experiments, of which there is at least one."""
+
+    name: str
     title: str
-    read: Callable[[Record, str], tuple[list[Table], list[Picture], list[Claim]]]
+    experiments: tuple[str, ...]
+    read: Callable[[list[Found]], Shown]
 
 
-def _toy(record: Record, path: str) -> tuple[list[Table], list[Picture], list[Claim]]:
-    found = toy.Toy(record, path)
-    return toy.tables(found), toy.pictures(found), toy.claims(found)
+def _toy(found: list[Found]) -> Shown:
+    one = toy.Toy(*found[0])
+    return toy.tables(one), toy.pictures(one), toy.claims(one)
 
 
-def _memory(record: Record, path: str) -> tuple[list[Table], list[Picture], list[Claim]]:
-    return memory.tables(record, path), memory.pictures(record, path), memory.claims(record, path)
+def _memory(found: list[Found]) -> Shown:
+    return memory.tables(*found[0]), memory.pictures(*found[0]), memory.claims(*found[0])
 
 
-def _accounting(record: Record, path: str) -> tuple[list[Table], list[Picture], list[Claim]]:
-    return accounting.tables(record, path), [], accounting.claims(record, path)
+def _accounting(found: list[Found]) -> Shown:
+    return accounting.tables(*found[0]), [], accounting.claims(*found[0])
 
 
-def _stability(record: Record, path: str) -> tuple[list[Table], list[Picture], list[Claim]]:
-    return theory.tables(record, path), theory.pictures(record, path), theory.claims(record, path)
+def _stability(found: list[Found]) -> Shown:
+    return theory.tables(*found[0]), theory.pictures(*found[0]), theory.claims(*found[0])
 
 
-def _explain(record: Record, path: str) -> tuple[list[Table], list[Picture], list[Claim]]:
-    return [], theory.explained(record, path), []
+def _explain(found: list[Found]) -> Shown:
+    return [], theory.explained(*found[0]), []
 
 
 VIEWS = (
-    View("explain", "How it works (Figures 1 to 3)", _explain),
-    View("accounting", "Cost of the methods (Table 1)", _accounting),
-    View("toy", "Toy gradients (Figure 4 a, b)", _toy),
-    View("memory", "Memory (Figure 4 c)", _memory),
-    View("stability", "Theorems: stability, orders, ways back", _stability),
+    View("explain", "How it works (Figures 1 to 3)", ("explain",), _explain),
+    View("accounting", "Cost of the methods (Table 1)", ("accounting",), _accounting),
+    View("toy", "Toy gradients (Figure 4 a, b)", ("toy",), _toy),
+    View("memory", "Memory (Figure 4 c)", ("memory",), _memory),
+    View("images", "Images (Figure 5)", ("cifar10", "digits", "mnist"), images.show),
+    View("solvers", "Other solvers, attacks (Tables 2, 3, Figure 6)", ("solvers",), solvers.show),
+    View("feasibility", "ImageNet on GPUs of 11 GB", ("feasibility",), feasibility.show),
+    View("stability", "Theorems: stability, orders, ways back", ("stability",), _stability),
+)
+AWAITED = (  # claims of views that have no record yet: which view, what, where
+    ("images", "MALI is as accurate as ACA, more than naive and adjoint, two to three times as fast", "Figure 5"),
+    ("solvers", "A network trained with MALI keeps its accuracy under other solvers; a ResNet does not", "Table 2"),
+    ("solvers", "A Neural ODE is more robust to FGSM than a ResNet, across solvers", "Table 3"),
+    ("feasibility", "On ImageNet MALI trains, naive and ACA cannot", "Section 4.2"),
+    ("latent", "A latent ODE trained with MALI has the lowest error on MuJoCo", "Table 4"),
+    ("speech", "A Neural CDE trained with MALI has the highest accuracy on Speech Commands", "Table 5"),
+    ("flows", "MALI trains FFJORD to fewer bits per dimension", "Table 6"),
+    ("damping", "Damping changes results little", "Table 7"),
 )
 
 
-AWAITED = (  # claims of experiments that have no record yet: what, where
-    ("MALI is as accurate as ACA, more than naive and adjoint, and two to three times as fast", "Figure 5, CIFAR-10"),
-    ("On ImageNet MALI trains to the accuracy of a ResNet, the adjoint does not, naive and ACA cannot", "Figure 6"),
-    ("A network trained with MALI keeps its accuracy under other solvers; a ResNet run as an ODE does not", "Table 2"),
-    ("It is more robust to FGSM than a ResNet, across solvers", "Table 3"),
-    ("A latent ODE trained with MALI has the lowest error on MuJoCo", "Table 4"),
-    ("A Neural CDE trained with MALI has the highest accuracy on Speech Commands", "Table 5"),
-    ("MALI trains FFJORD to fewer bits per dimension", "Table 6"),
-    ("Damping changes results little", "Table 7"),
-)
+def awaited(found: list[Chapter]) -> list[Claim]:
+    there = {chapter.name for chapter in found}
+    return [Claim(where, text, "not run yet", "") for name, text, where in AWAITED if name not in there]
 
 
-def chapters(preset: str = "cpu") -> list[Chapter]:
-    """Of every experiment that has a finished record of this preset."""
-    found = []
+def chapters() -> list[Chapter]:
+    """Of every experiment that has finished records of a preset for two cores."""
+    shown = []
     for view in VIEWS:
-        path = RECORDS / view.experiment / f"{preset}.json"
-        if path.exists():
-            shown = path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else path.as_posix()
-            found.append(Chapter(view.experiment, view.title, *view.read(Record.read(path), shown)))
+        if found := [one for name in view.experiments for one in _records(name)]:
+            shown.append(Chapter(view.name, view.title, *view.read(found)))
+    return shown
+
+
+def _records(experiment: str) -> list[Found]:
+    found = []
+    for path in sorted((RECORDS / experiment).glob("cpu*.json")):
+        name = path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else path.as_posix()
+        record = Record.read(path)
+        if record.finished:
+            found.append(Found(record, name))
     return found
 
 
@@ -122,7 +139,7 @@ def page(found: list[Chapter]) -> str:
     body.append(f'<nav><a href="#verdicts">Verdicts</a>{links}</nav>')
     body.append("<h2 id=verdicts>Verdicts</h2>")
     body += [_claim(claim) for chapter in found for claim in chapter.claims]
-    body += [_claim(Claim(where, text, "not run yet", "")) for text, where in AWAITED]
+    body += map(_claim, awaited(found))
     for chapter in found:
         body.append(f'<h2 id="{chapter.name}">{html.escape(chapter.title)}</h2>')
         body += [picture.html() for picture in chapter.pictures] + [table.html() for table in chapter.tables]
@@ -147,7 +164,7 @@ def markdown(found: list[Chapter]) -> str:
         for claim in chapter.claims:
             cells = (claim.text, claim.where, f"**{claim.verdict}**", claim.numbers)
             lines.append(f"| {' | '.join(x.replace('|', chr(92) + '|') for x in cells)} |")
-    lines += [f"| {text} | {where} | **not run yet** | |" for text, where in AWAITED]
+    lines += [f"| {claim.text} | {claim.where} | **{claim.verdict}** | |" for claim in awaited(found)]
     for chapter in found:
         lines += ["", f"## {chapter.title}", ""]
         for picture in chapter.pictures:

@@ -108,7 +108,7 @@ class Task(NamedTuple):
     def command(self) -> str:
         words = [f"python -m experiments run {self.experiment.name} --preset {self.preset}"]
         for key, value in sorted(self.changes.items()):
-            words.append(f"--{key} {value}" if key in ("method", "seed") else f"--set {key}={value}")
+            words.append(f"--{key} {value}" if key in ("method", "seed") else f"--set {key}={_text(value)}")
         return " ".join(words)
 
     def finished(self) -> Record | None:
@@ -121,7 +121,14 @@ class Task(NamedTuple):
 
 
 def _part(key: str, value: Any) -> str:
-    return str(value) if key == "method" else f"{key}{value}" if key == "seed" else f"{key}={value}".replace("/", "_")
+    if key in ("method", "seed"):
+        return str(value) if key == "method" else f"{key}{value}"
+    return f"{key}={_text(value)}".replace("/", "_")
+
+
+def _text(value: Any) -> str:
+    """As --set reads it."""
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def as_json(value: Any) -> Any:

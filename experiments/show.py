@@ -8,6 +8,7 @@ import io
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import matplotlib
 import rich.table
@@ -15,10 +16,13 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
 
+from experiments.record import Record
+
 COLORS = {
     "naive": "#c0504d", "adjoint": "#7f7f7f", "seminorm": "#a0a0a0", "ACA": "#d98c21", "MALI": "#1f5fa8",
     "MALI as published": "#7fb2e5", "MALI exact": "#2a9d8f", "MALI alf4": "#6a51a3", "torchdiffeq naive": "#d99694",
     "torchdiffeq adjoint": "#4a4a4a", "naive through the search": "#8c2d2a",
+    "ResNet": "#3f7f4f", "naive, 0.1": "#e8a09d", "adjoint, 0.1": "#bdbdbd",
 }  # fmt: skip
 INK = "#333333"
 VERDICTS = ("holds", "holds in part", "does not hold here", "not testable here", "not run yet")
@@ -126,6 +130,16 @@ class Claim:
 
     def __post_init__(self):
         assert self.verdict in VERDICTS, self.verdict
+
+
+class Found(NamedTuple):
+    """A record, and its path from the project's root."""
+
+    record: Record
+    path: str
+
+
+Shown = tuple[list[Table], list[Picture], list[Claim]]
 
 
 def bare(ax: Axes, title: str = "", x: str = "", y: str = "") -> Axes:

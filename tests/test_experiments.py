@@ -155,6 +155,13 @@ def test_methods_and_seeds_make_a_run_each():
     assert tasks[3].command == "python -m experiments run counting --preset cpu --method two --set n=2 --seed 1"
 
 
+def test_the_command_of_a_run_asks_for_that_run():
+    changes = {"names": ("x", "y"), "scale": 1e-3, "flag": True, "maybe": None}
+    command = runner.Task(COUNTING, "cpu", changes).command
+    given = [word for word in command.split() if "=" in word]
+    assert runner.parsed(COUNTING, "cpu", given) == changes
+
+
 def test_a_failing_run_does_not_stop_the_others(counting):
     def main(config: Counting, run: runner.Run) -> dict[str, Any]:
         if config.method == "one":

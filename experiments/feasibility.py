@@ -1,0 +1,98 @@
+"""Whether ImageNet can be trained on GPUs of 11 GB: peak memory of one step of the full network, by method.
+
+Bytes of live tensors in a forward and backward pass at 224 x 224, for two batch sizes; a line through both gives the
+bytes per image. Random pixels, fresh weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+import torchmali as tm
+from experiments.images import METHODS, NORMALISE, as_published
+from experiments.models.ode_resnet import RESNET, How, Normalise, resnet18
+from experiments.runner import Config, Run
+from torchmali.measure import LiveBytes
+
+LIMIT = 11e9  # bytes of the paper's GPUs
+PER_GPU = 64  # images of a batch of 256 on four
+FIXED, TIGHT = "h 0.25", "tolerance 1e-5"
+
+
+@dataclass(frozen=True)
+class FeasibilityConfig(Config):
+    """batches: two sizes for each stem; the small stem leaves images 16 times as large."""
+
+    side: int = 224
+    batches_large: tuple[int, ...] = (2, 4)
+    batches_small: tuple[int, ...] = (1, 2)
+    stems: tuple[str, ...] = ("large", "small")
+    settings: tuple[str, ...] = (FIXED, TIGHT)
+
+
+PRESETS = {
+    "smoke": FeasibilityConfig(side=64, batches_large=(1, 2), stems=("large",), settings=(FIXED,)),
+    "cpu": FeasibilityConfig(),
+}
+
+
+def ways(setting: str) -> dict[str, How]:
+    """Methods with a solver each; MALI has none but its own, whose memory does not depend on the steps."""
+    if setting == FIXED:
+        own = {name: How(METHODS[name].fixed, tm.FixedStep(0.25), METHODS[name].gradient) for name in NAMES}
+        return {"resnet": RESNET, **own}
+    tight = tm.AdaptiveStep(1e-5, 1e-5)
+    others = {name: How(tm.Dopri5(), tight, METHODS[name].gradient) for name in NAMES if name != "mali"}
+    return {**others, "mali": How(tm.ALF(), tm.FixedStep(1 / 32), tm.MALI())}
+
+
+NAMES = ("naive", "adjoint", "aca", "mali")
+
+
+def peak(config: FeasibilityConfig, stem: str, how: How, batch: int) -> dict[str, Any]:
+    torch.manual_seed(config.seed)
+    network = resnet18(Normalise(*NORMALISE["folder"]), 1000, how, stem=stem)
+    x, y = torch.rand(batch, 3, config.side, config.side), torch.randint(1000, (batch,))
+    with as_published(), LiveBytes() as live:
+        F.cross_entropy(network(x), y).backward()
+    stats = [block.last_stats for block in network.blocks()]
+    return {
+        "peak": live.peak,
+        "steps": [s.n_steps for s in stats if s],
+        "evaluations": [sum(s.n_evals_forward for s in stats if s), sum(s.n_evals_backward for s in stats if s)],
+        "parameters": sum(p.numel() for p in network.parameters()),
+    }
+
+
+def main(config: FeasibilityConfig, run: Run) -> dict[str, Any]:
+    sizes = {"large": config.batches_large, "small": config.batches_small}
+    work: dict[str, Callable[[], Any]] = {}
+    for stem in config.stems:
+        for setting in config.settings:
+            for method, how in ways(setting).items():
+                for batch in sizes[stem]:
+                    work[f"{stem} / {setting} / {method} / {batch}"] = partial(peak, config, stem, how, batch)
+    cells = run.pieces(work)
+    fits = {}
+    for stem in config.stems:
+        low, high = sizes[stem]
+        for setting in config.settings:
+            for method in ways(setting):
+                one, other = (cells[f"{stem} / {setting} / {method} / {n}"]["peak"] for n in (low, high))
+                each = (other - one) / (high - low)
+                parameters = cells[f"{stem} / {setting} / {method} / {low}"]["parameters"]
+                # Beside what was counted: weights and momentum; gradients were counted.
+                wanted = one + each * (PER_GPU - low) + 2 * 4 * parameters
+                fits[f"{stem} / {setting} / {method}"] = {
+                    "bytes_per_image": each,
+                    "bytes_for_64": wanted,
+                    "fits": wanted <= LIMIT,
+                    "largest_batch": int((LIMIT - 2 * 4 * parameters - one) // each + low),
+                }
+    return {"cells": cells, "fits": fits}

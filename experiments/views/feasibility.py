@@ -1,0 +1,36 @@
+"""The claim that naive and ACA cannot train on ImageNet, in bytes."""
+
+from __future__ import annotations
+
+from experiments.feasibility import LIMIT, PER_GPU, TIGHT, ways
+from experiments.show import Cell, Claim, Found, Shown, Table
+from experiments.views.images import NAMES, verdict
+
+STEMS = {"large": "7 x 7, pooled (torchvision)", "small": "3 x 3 (reference code)"}
+
+
+def show(found: list[Found]) -> Shown:
+    record, path = found[0]
+    rows, held, parts = [], [], []
+    for stem in record.config["stems"]:
+        for setting in record.config["settings"]:
+            for method in ways(setting):
+                fit = record.results["fits"][f"{stem} / {setting} / {method}"]
+                solver = "ALF, h 1/32" if (method, setting) == ("mali", TIGHT) else setting
+                texts = [f"{fit['bytes_per_image'] / 1e6:.0f}", f"{fit['bytes_for_64'] / 1e9:.1f}"]
+                texts.append(f"{fit['largest_batch']:,}")
+                rows.append([STEMS[stem], NAMES[method], solver, *(Cell(text, path) for text in texts)])
+            fits = {m: record.results["fits"][f"{stem} / {setting} / {m}"] for m in ("naive", "aca", "mali")}
+            held += [fits["mali"]["fits"] and not fits[m]["fits"] for m in ("naive", "aca")]
+            gigabytes = ", ".join(f"{NAMES[m]} {fit['bytes_for_64'] / 1e9:.1f}" for m, fit in fits.items())
+            parts.append(f"{stem} stem, {setting}: {gigabytes}")
+    columns = ("stem", "method", "solver", "MB per image", f"GB for {PER_GPU} images", "largest batch")
+    notes = (
+        f"A batch of 256 on four GPUs of {LIMIT / 1e9:.0f} GB. Live tensors, with weights and momentum; what a GPU's "
+    )
+    notes += "allocator and convolutions need beside them is not counted."
+    title = "One step of the network for ImageNet at 224 x 224, by method"
+    table = Table("imagenet", title, columns, rows, notes, [record.command])
+    text = "Naive and ACA cannot train on ImageNet with four GPUs of 11 GB; MALI can"
+    numbers = f"GB for {PER_GPU} images: {'; '.join(parts)}."
+    return [table], [], [Claim("Section 4.2", text, verdict(held), numbers, [path])]

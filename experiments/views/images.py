@@ -1,0 +1,241 @@
+"""Figure 5: accuracy of ResNets and Neural ODEs by method, against epochs and against time."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from experiments.show import COLORS, Cell, Claim, Found, Picture, Shown, Table, bare, short
+
+NAMES = {
+    "resnet": "ResNet", "naive": "naive", "adjoint": "adjoint", "seminorm": "seminorm", "aca": "ACA", "mali": "MALI",
+    "alf4": "MALI alf4", "exact": "MALI exact",
+}  # fmt: skip
+TITLES = {"cifar10": "CIFAR-10", "digits": "digits", "mnist": "MNIST"}
+ORDER = (
+    "ResNet",
+    "naive",
+    "naive, 0.1",
+    "adjoint",
+    "adjoint, 0.1",
+    "seminorm",
+    "ACA",
+    "MALI",
+    "MALI alf4",
+    "MALI exact",
+)
+Groups = dict[str, list[Found]]  # by method
+
+
+def label(one: Found) -> str:
+    """Of its method; with the tolerance where it is not the method's own."""
+    config = one.record.config
+    return NAMES[config["method"]] + (f", {config['rtol']:g}" if config["rtol"] is not None else "")
+
+
+def grouped(found: Sequence[Found]) -> Groups:
+    groups: Groups = {}
+    for one in sorted(found, key=lambda one: ORDER.index(label(one))):
+        groups.setdefault(label(one), []).append(one)
+    return groups
+
+
+def results(group: Sequence[Found], name: str) -> list[Any]:
+    return [one.record.results[name] for one in group]
+
+
+def mean(group: Sequence[Found], of: Callable[[Found], float]) -> float:
+    return statistics.fmean(of(one) for one in group)
+
+
+def accuracy(group: Sequence[Found]) -> float:
+    """In percent, the mean over seeds."""
+    return 100 * statistics.fmean(results(group, "test_accuracy"))
+
+
+def spread(values: Sequence[float]) -> str:
+    """Mean, and the standard deviation over seeds."""
+    text = f"{statistics.fmean(values):.1f}"
+    return text if len(values) < 2 else f"{text} ± {statistics.stdev(values):.1f}"
+
+
+def training_seconds(one: Found) -> float:
+    """Of an epoch: the median, which other work on the machine disturbs least."""
+    return statistics.median(one.record.seconds["training"])
+
+
+def evaluations(one: Found) -> float:
+    """In one training step, both ways, the mean over all epochs; naive's way back counts as one for each forward."""
+    metrics = one.record.metrics
+    forward, backward = (statistics.fmean(metrics[f"evaluations_{way}"]) for way in ("forward", "backward"))
+    return forward + (backward if backward else forward)
+
+
+def commands(found: Sequence[Found]) -> list[str]:
+    """One for all methods and seeds that differ in nothing else."""
+    kept: dict[str, dict[str, dict[str, None]]] = {}
+    for one in found:
+        words = one.record.command.split()  # python -m experiments run NAME, then pairs
+        pairs = list(zip(words[5::2], words[6::2], strict=True))
+        rest = " ".join(
+            [*words[:5], *(f"{flag} {value}" for flag, value in pairs if flag not in ("--method", "--seed"))]
+        )
+        lists = kept.setdefault(rest, {"--method": {}, "--seed": {}})
+        for flag, value in pairs:
+            if flag in lists:
+                lists[flag][value] = None
+    return [
+        " ".join([rest, *(f"{flag} {','.join(values)}" for flag, values in lists.items() if values)])
+        for rest, lists in kept.items()
+    ]
+
+
+# Pictures
+
+
+def _draw(groups: Groups) -> Figure:
+    figure = Figure(figsize=(6.4, 8.4), layout="constrained")
+    box, by_epoch, by_time = figure.subplots(3, 1, height_ratios=(1, 1.2, 1.2))
+    names = list(groups)
+    bare(box, "test accuracy, %: each point a seed")
+    for i, (name, group) in enumerate(groups.items()):
+        values = [100 * value for value in results(group, "test_accuracy")]
+        drawn = box.boxplot([values], positions=[i], widths=0.5, patch_artist=True, showfliers=False)
+        drawn["boxes"][0].set(facecolor=COLORS[name], alpha=0.35, edgecolor=COLORS[name])
+        for part in (*drawn["medians"], *drawn["whiskers"], *drawn["caps"]):
+            part.set_color(COLORS[name])
+        box.plot([i] * len(values), values, "o", markersize=4, color=COLORS[name])
+    box.set_xticks(range(len(names)), names, rotation=25 if len(names) > 6 else 0)
+    for ax, what in ((by_epoch, "epoch"), (by_time, "training time, s")):
+        bare(ax, "", what, "test accuracy, %")
+        for name, group in groups.items():
+            _curve(ax, group, what == "epoch", COLORS[name], name)
+    by_time.set_xscale("log")
+    handles, labels = by_epoch.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
+    return figure
+
+
+def _curve(ax: Axes, group: Sequence[Found], by_epoch: bool, color: str, name: str) -> None:
+    """The mean over seeds, with a band from the lowest to the highest."""
+    curves = [[100 * x for x in one.record.metrics["watched_accuracy"]] for one in group]
+    epochs = range(1, 1 + len(curves[0]))
+    times = [list(accumulate(one.record.seconds["training"])) for one in group]
+    x = list(epochs) if by_epoch else [statistics.fmean(column) for column in zip(*times, strict=True)]
+    columns = list(zip(*curves, strict=True))
+    ax.plot(
+        x, [statistics.fmean(column) for column in columns], "o-", markersize=3, linewidth=1.5, color=color, label=name
+    )
+    ax.fill_between(x, list(map(min, columns)), list(map(max, columns)), color=color, alpha=0.15, linewidth=0)
+
+
+# The table, and what is claimed
+
+
+def _table(name: str, groups: Groups) -> Table:
+    rows = []
+    for method, group in groups.items():
+        record, first = group[0].path, group[0].record
+        test, published = (
+            spread([100 * x for x in results(group, key)])
+            for key in ("test_accuracy", "test_accuracy_of_best_test_epoch")
+        )
+        steps = mean(group, lambda one: statistics.fmean(one.record.metrics["evaluations_forward"]))
+        back = mean(group, lambda one: statistics.fmean(one.record.metrics["evaluations_backward"]))
+        texts = [
+            test, published, f"{mean(group, training_seconds):.0f}", f"{steps:.0f} + {back:.0f}",
+            f"{statistics.fmean(results(group, 'peak_bytes')) / 1e6:.0f}",
+        ]  # fmt: skip
+        rows.append([method, str(len(group)), *(Cell(text, record) for text in texts)])
+        n, parameters = first.config["epochs"], first.results["parameters"]
+    columns = (
+        "method", "seeds", "test accuracy, %", "of the best test epoch (as published), %", "s per epoch",
+        "evaluations of f per step, forward + backward", "peak MB",
+    )  # fmt: skip
+    notes = (
+        f"{parameters:,} parameters, {n} epochs. Naive's backward pass evaluates nothing: it goes through the graph. "
+    )
+    notes += "Seconds: the median over epochs, one thread, two runs side by side."
+    all_ = [one for group in groups.values() for one in group]
+    return Table(f"5-{name}", f"Figure 5 in numbers: {TITLES[name]}", columns, rows, notes, commands(all_))
+
+
+def verdict(holds: Sequence[bool]) -> str:
+    return "holds" if all(holds) else "holds in part" if any(holds) else "does not hold here"
+
+
+def _claims(groups: Groups, of: str) -> list[Claim]:
+    claims, where = [], f"Section 4.2, Figure 5; here {of}"
+    paths = [one.path for group in groups.values() for one in group[:1]]
+
+    def has(*names: str) -> bool:
+        return all(name in groups for name in names)
+
+    if has("MALI", "ACA"):
+        mali, aca = accuracy(groups["MALI"]), accuracy(groups["ACA"])
+        numbers = f"MALI {mali:.1f} %, ACA {aca:.1f} %: a difference of {abs(mali - aca):.1f} points (1 allowed)."
+        text = "MALI is as accurate as ACA"
+        claims.append(Claim(where, text, verdict([abs(mali - aca) <= 1]), numbers, paths))
+    rest = [name for name in ("naive", "adjoint") if name in groups]
+    if has("MALI") and rest:
+        found = {name: accuracy(groups[name]) for name in rest}
+        numbers = f"MALI {accuracy(groups['MALI']):.1f} %, " + ", ".join(f"{n} {x:.1f} %" for n, x in found.items())
+        numbers += " (own tolerances; means over seeds)."
+        text = "MALI is more accurate than naive and adjoint"
+        better = [accuracy(groups["MALI"]) > x + 1 for x in found.values()]
+        claims.append(Claim(where, text, verdict(better), numbers, paths))
+        claims.append(_speed(groups, where, paths))
+    if has("MALI", "ACA", "naive"):
+        peaks = {n: statistics.fmean(results(groups[n], "peak_bytes")) / 1e6 for n in ("MALI", "ACA", "naive")}
+        numbers = "Peak MB of one step: " + ", ".join(f"{n} {x:.0f}" for n, x in peaks.items()) + "."
+        ordered = [peaks["MALI"] <= peaks["ACA"], peaks["ACA"] <= peaks["naive"]]
+        text = "MALI needs no more memory than ACA, ACA no more than naive, at the same batch"
+        claims.append(Claim(where, text, verdict(ordered), numbers, paths))
+    if has("MALI", "ResNet"):
+        mali, resnet = accuracy(groups["MALI"]), accuracy(groups["ResNet"])
+        numbers = f"MALI {mali:.1f} %, its ResNet twin {resnet:.1f} % (same f, same parameters)."
+        text = "A Neural ODE trained with MALI is at least as accurate as its ResNet twin"
+        claims.append(Claim(where, text, verdict([mali >= resnet - 1]), numbers, paths))
+    return claims
+
+
+def _speed(groups: Groups, where: str, paths: list[str]) -> Claim:
+    mali, holds, parts = groups["MALI"], [], []
+    said = {"naive": "three times", "adjoint": "almost two times"}
+    for name in ("naive", "adjoint", "naive, 0.1", "adjoint, 0.1", "ACA"):
+        if name in groups:
+            time = mean(groups[name], training_seconds) / mean(mali, training_seconds)
+            asked = mean(groups[name], evaluations) / mean(mali, evaluations)
+            parts.append(f"{name} {short(time)} x ({short(asked)} x the evaluations)")
+            if name in said:
+                holds.append(time > 1.5)
+            if "," in name:
+                holds.append(time > 1)
+    numbers = f"Time of an epoch over MALI's: {', '.join(parts)}. At 0.1 / 0.01 they have MALI's tolerances."
+    text = "MALI is almost two times as fast as the adjoint, three times as fast as naive, and similar to ACA"
+    return Claim(where, text, verdict(holds), numbers, paths)
+
+
+def show(found: list[Found]) -> Shown:
+    tables, pictures, claims = [], [], []
+    for name, title in TITLES.items():
+        here = [one for one in found if one.record.experiment == name]
+        if not here:
+            continue
+        groups = grouped(here)
+        tables.append(_table(name, groups))
+        claims += _claims(groups, title)
+        if len(groups) > 2:
+            caption = "Own tolerances: 0.1 / 0.01 for ACA and MALI, 1e-5 for naive, adjoint, seminorm (Dopri5); "
+            caption += (
+                "those with 0.1 have MALI's. Bands: lowest to highest seed. Time: one thread, two runs at a time."
+            )
+            draw = partial(_draw, groups)
+            pictures.append(Picture(f"5-{name}", f"Figure 5: {title}", caption, draw, commands(here)))
+    return tables, pictures, claims

@@ -1,0 +1,250 @@
+"""Tables 2 and 3, Figure 6: other solvers at the test, attacks, curves of training."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from experiments.show import COLORS, Cell, Claim, Found, Picture, Shown, Table, bare, short
+from experiments.solvers import ADAPTIVE, ATTACKERS, FIXED
+from experiments.views.images import NAMES, TITLES, commands, verdict
+
+Groups = dict[str, list[Found]]  # by method
+
+# The paper's top-1 accuracies on ImageNet, by step size and by tolerance
+PAPER_SIZES, PAPER_TOLERANCES = (1.0, 0.5, 0.25, 0.15, 0.1), (1.0, 0.1, 0.01)
+PAPER_2 = {
+    "ALF": ((42.33, 66.4, 69.59, 70.17, 69.94), (62.56, 69.89, 69.87)),
+    "Euler": ((21.94, 61.25, 67.38, 68.69, 70.02), ()),
+    "RK2": ((42.33, 69.0, 69.72, 70.14, 69.92), ()),
+    "RK4": ((12.6, 69.99, 69.91, 70.21, 69.96), ()),
+    "Heun-Euler": ((), (68.48, 69.87, 69.88)),
+    "RK23": ((), (50.77, 69.89, 69.93)),
+    "Dopri5": ((), (52.3, 68.58, 69.71)),
+}
+PAPER_3 = {  # by attacker, for 1/255: under ALF, Heun-Euler, RK23, Dopri5; then for 2/255
+    "ALF": ((14.69, 14.72, 14.77, 15.71), (10.38, 10.46, 10.62, 10.62)),
+    "Heun-Euler": ((14.77, 14.75, 14.80, 15.74), (10.63, 10.47, 10.44, 10.49)),
+    "RK23": ((14.82, 14.77, 14.79, 15.69), (10.78, 10.53, 10.48, 10.56)),
+    "Dopri5": ((14.82, 14.78, 14.79, 15.15), (10.76, 10.49, 10.48, 10.51)),
+}
+PAPER_RESNET = (13.02, 9.57)
+
+
+def percent(group: Sequence[Found], key: str, under: str | None = None) -> float:
+    """Of a cell, the mean over seeds."""
+    cells = [one.record.results["cells"][key] for one in group]
+    return 100 * statistics.fmean(cell if under is None else cell[under] for cell in cells)
+
+
+def own(group: Sequence[Found]) -> float:
+    return 100 * statistics.fmean(one.record.results["test_accuracy_last"] for one in group)
+
+
+# Table 2
+
+
+def _invariance(name: str, groups: Groups, version: str) -> Table:
+    config = groups["MALI"][0].record.config
+    rows = []
+    for method in ("MALI", "ResNet"):
+        if method not in groups:
+            continue
+        group = groups[method]
+        trained = "NODE (MALI)" if method == "MALI" else "ResNet as an ODE"
+        for solver in dict.fromkeys([*FIXED, *ADAPTIVE]):
+            cells: list[Cell | str] = []
+            for kind, known, values, place, theirs in (
+                ("h", FIXED, config["sizes"], 0, PAPER_SIZES),
+                ("tolerance", ADAPTIVE, config["tolerances"], 1, PAPER_TOLERANCES),
+            ):
+                numbers = PAPER_2[solver][place] if method == "MALI" and solver in PAPER_2 else ()
+                published = dict(zip(theirs, numbers, strict=False))
+                for value in values:
+                    if solver not in known:
+                        cells.append("-")
+                        continue
+                    text = f"{percent(group, f'{version} / {solver} / {kind} {value:g}'):.1f}"
+                    text += f" ({published[value]:.1f})" if value in published else ""
+                    cells.append(Cell(text, group[0].path))
+            rows.append([trained, solver, *cells])
+    columns = ["network", "solver", *(f"h = {h:g}" for h in config["sizes"])]
+    columns += [f"tolerance {t:g}" for t in config["tolerances"]]
+    ways = {
+        "corrected": "every step checked, ends at t = 1",
+        "as reference": "last step unchecked, h = 0.15 ends at 1.05",
+    }
+    title = f"Table 2: accuracy in % under other solvers, {TITLES[name]}, {ways[version]}"
+    n = len(groups["MALI"])
+    notes = f"Trained with ALF, h = 0.25 (the ResNet: one step of Euler). Means over {n} seeds; "
+    notes += "in parentheses the paper's, on ImageNet. atol is a tenth of the tolerance."
+    id_ = f"2-{name}" if version == "corrected" else f"2-{name}-reference"
+    return Table(id_, title, columns, rows, notes, commands([*groups["MALI"], *groups.get("ResNet", [])]))
+
+
+def _euler_and_others(groups: Groups, name: str) -> list[Claim]:
+    mali, config = groups["MALI"], groups["MALI"][0].record.config
+    paths, where = [mali[0].path], f"Section 4.2, Table 2; here {TITLES[name]}"
+    fine = [h for h in config["sizes"] if h <= 0.25]
+    found = {
+        solver: [percent(mali, f"corrected / {solver} / h {h:g}") for h in fine]
+        for solver in ("ALF", "RK2", "RK4", "Euler")
+    }
+    others = [x for solver in ("ALF", "RK2", "RK4") for x in found[solver]]
+    lost = own(mali) - min(found["Euler"])
+    numbers = (
+        f"Own {own(mali):.1f} %. ALF, RK2, RK4 at h <= 0.25: {min(others):.1f} to {max(others):.1f} %; Euler from "
+    )
+    numbers += f"{min(found['Euler']):.1f} %, {lost:.1f} points lost."
+    invariant = [max(others) - min(others) <= 2, lost <= 3]
+    text = "A Neural ODE trained with MALI keeps its accuracy under other solvers and steps (h <= 0.25)"
+    claims = [Claim(where, text, verdict(invariant), numbers, paths)]
+    if "ResNet" in groups:
+        twin = groups["ResNet"]
+        rk4 = [percent(twin, f"corrected / RK4 / h {h:g}") for h in fine]
+        numbers = f"Own {own(twin):.1f} %; as an ODE under RK4 with h <= 0.25: {min(rk4):.1f} to {max(rk4):.1f} %."
+        text = "A ResNet cannot be run as an ODE: its accuracy is lost under other solvers"
+        lost = verdict([own(twin) - max(rk4) >= 30])
+        claims.append(Claim(where, text, lost, numbers, [twin[0].path]))
+    difference = max(one.record.results["cells"]["ALF - RK2 at h 1"] for one in mali)
+    numbers = f"Logits differ by {short(difference)} of the largest."
+    text = "With h = 1 MALI's solver is RK2 (both 42.33 %)"
+    claims.append(Claim(where, text, verdict([difference <= 1e-5]), numbers, paths))
+    best = {s: max(percent(mali, f"corrected / {s} / h {h:g}") for h in config["sizes"]) for s in ("ALF", "RK2", "RK4")}
+    at = percent(mali, "corrected / ALF / h 0.25") if 0.25 in config["sizes"] else own(mali)
+    numbers = f"ALF at h = 0.25: {at:.1f} %; best of RK4 {best['RK4']:.1f} %, of RK2 {best['RK2']:.1f} %."
+    text = "A solver of higher order in the test beats the one of the training"
+    claims.append(Claim(where, text, verdict([best["RK4"] > at]), numbers, paths))
+    quirks = [
+        abs(percent(mali, f"corrected / {s} / tolerance 1") - percent(mali, f"as reference / {s} / tolerance 1"))
+        for s in ADAPTIVE
+        if 1.0 in config["tolerances"]
+    ]
+    if quirks:
+        numbers = (
+            f"With the reference code's unchecked last step accuracies change by {max(quirks):.1f} points at most."
+        )
+        text = "At tolerance 1 RK23 and Dopri5 fall to 51 % (the reference code does not check its last step)"
+        claims.append(Claim(where, text, verdict([max(quirks) > 5]), numbers, paths))
+    peaks = [mali[0].record.results["cells"][f"peak bytes / h {h:g}"] for h in config["sizes"]]
+    flat = [max(p[kind] for p in peaks) / min(p[kind] for p in peaks) for kind in ("as published", "with refresh")]
+    numbers = f"Largest / smallest peak over h: {flat[0]:.2f} as published, {flat[1]:.2f} with refresh, which keeps a "
+    numbers += f"state each time ({max(p['refreshes'] for p in peaks)} times at most)."
+    text = "MALI's memory does not depend on h"
+    claims.append(
+        Claim("Table 1; here " + TITLES[name], text, verdict([flat[0] <= 1.1, flat[1] <= 1.1]), numbers, paths)
+    )
+    return claims
+
+
+# Table 3
+
+
+def _attacks(name: str, groups: Groups) -> list[Table]:
+    mali, tables = groups["MALI"], []
+    for epsilon in mali[0].record.config["epsilons"]:
+        rows = []
+        published = {1.0: 0, 2.0: 1}.get(epsilon)
+        for kind, attackers in (("FGSM", list(ATTACKERS)), ("PGD", ["ALF"])):
+            for attacker in attackers:
+                cells = []
+                for i, under in enumerate(ATTACKERS):
+                    text = f"{percent(mali, f'{kind} {epsilon:g} / {attacker}', under):.1f}"
+                    if kind == "FGSM" and published is not None:
+                        text += f" ({PAPER_3[attacker][published][i]:.1f})"
+                    cells.append(Cell(text, mali[0].path))
+                rows.append([f"{kind} by {attacker}", *cells])
+        if "ResNet" in groups:
+            for kind in ("FGSM", "PGD"):
+                text = f"{percent(groups['ResNet'], f'{kind} {epsilon:g} / Euler', 'Euler'):.1f}"
+                if kind == "FGSM" and published is not None:
+                    text += f" ({PAPER_RESNET[published]:.1f})"
+                rows.append([f"{kind} on the ResNet", Cell(text, groups["ResNet"][0].path), "", "", ""])
+        columns = ("attack", *(f"under {solver}" for solver in ATTACKERS))
+        clean = percent(mali, "clean", "ALF")
+        title = f"Table 3: accuracy in % after attacks of {epsilon:g}/255, {TITLES[name]}"
+        notes = f"Without attack {clean:.1f}. Means over {len(mali)} seeds; in parentheses the paper's, on ImageNet."
+        all_ = [*mali, *groups.get("ResNet", [])]
+        tables.append(Table(f"3-{name}-{epsilon:g}", title, columns, rows, notes, commands(all_)))
+    return tables
+
+
+def _robustness(groups: Groups, name: str) -> list[Claim]:
+    mali, paths = groups["MALI"], [groups["MALI"][0].path]
+    where, spreads, parts, better = f"Section 4.2, Table 3; here {TITLES[name]}", [], [], []
+    for epsilon in mali[0].record.config["epsilons"]:
+        found = [percent(mali, f"FGSM {epsilon:g} / {a}", under) for a in ATTACKERS for under in ATTACKERS]
+        spreads.append(max(found) - min(found))
+        if "ResNet" in groups:
+            twin = percent(groups["ResNet"], f"FGSM {epsilon:g} / Euler", "Euler")
+            here = percent(mali, f"FGSM {epsilon:g} / ALF", "ALF")
+            better.append(here > twin)
+            parts.append(f"{epsilon:g}/255: {here:.1f} against {twin:.1f}")
+    numbers = "Largest difference between solvers of attack and inference, by epsilon: "
+    numbers += ", ".join(f"{x:.1f}" for x in spreads) + " points (2 allowed)."
+    text = "Robustness to FGSM is the same whatever solver attacks or infers"
+    claims = [Claim(where, text, verdict([x <= 2 for x in spreads]), numbers, paths)]
+    if parts:
+        text = "Neural ODEs are more robust to FGSM than a ResNet"
+        claims.append(Claim(where, text, verdict(better), f"NODE against twin, %, {'; '.join(parts)}.", paths))
+    return claims
+
+
+# Figure 6
+
+
+def _draw(groups: Groups) -> Figure:
+    figure = Figure(figsize=(6.4, 5.6), layout="constrained")
+    loss, accuracy = figure.subplots(2, 1, sharex=True)
+    bare(loss, "loss in training", "", "cross-entropy")
+    bare(accuracy, "accuracy: training (dashed), validation", "epoch", "%")
+    for name, group in groups.items():
+        metrics = [one.record.metrics for one in group]
+
+        def mean(key: str, metrics: list[dict[str, Any]] = metrics) -> list[float]:
+            return [statistics.fmean(column) for column in zip(*(m[key] for m in metrics), strict=True)]
+
+        epochs = range(1, 1 + len(mean("train_loss")))
+        loss.plot(epochs, mean("train_loss"), "o-", markersize=3, linewidth=1.5, color=COLORS[name], label=name)
+        for key, style in (("train_accuracy", "--"), ("validation_accuracy", "-")):
+            accuracy.plot(epochs, [100 * x for x in mean(key)], style, linewidth=1.5, color=COLORS[name])
+    loss.legend(frameon=False, fontsize=9)
+    return figure
+
+
+def _trained(groups: Groups, name: str) -> list[Claim]:
+    found = {method: own(group) for method, group in groups.items()}
+    paths = [group[0].path for group in groups.values()]
+    claims, where = [], f"Section 4.2, Figure 6; here {TITLES[name]}"
+    if "adjoint" in found:
+        numbers = f"MALI {found['MALI']:.1f} %, adjoint {found['adjoint']:.1f} %, both with h = 0.25."
+        text = "Trained at h = 0.25, MALI is more accurate than the adjoint (70 against 63 on ImageNet)"
+        claims.append(Claim(where, text, verdict([found["MALI"] > found["adjoint"] + 1]), numbers, paths))
+    if "ResNet" in found:
+        numbers = f"MALI {found['MALI']:.1f} %, ResNet {found['ResNet']:.1f} %."
+        text = "MALI trains a Neural ODE to the accuracy of its ResNet twin (69.6 and 70.1 on ImageNet)"
+        claims.append(Claim(where, text, verdict([found["MALI"] >= found["ResNet"] - 1]), numbers, paths))
+    return claims
+
+
+def show(found: list[Found]) -> Shown:
+    tables, pictures, claims = [], [], []
+    for name, title in TITLES.items():
+        groups: Groups = {}
+        for one in found:
+            if one.record.config["data"] == name:
+                groups.setdefault(NAMES[one.record.config["method"]], []).append(one)
+        if "MALI" not in groups:
+            continue
+        tables += [_invariance(name, groups, version) for version in ("corrected", "as reference")]
+        tables += _attacks(name, groups)
+        claims += _trained(groups, name) + _euler_and_others(groups, name) + _robustness(groups, name)
+        caption = "Networks of ODE blocks, trained with fixed steps of 0.25, and their ResNet twin; means over seeds."
+        all_ = [one for group in groups.values() for one in group]
+        draw = partial(_draw, groups)
+        pictures.append(Picture(f"6-{name}", f"Figure 6: training, {title}", caption, draw, commands(all_)))
+    return tables, pictures, claims

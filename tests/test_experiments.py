@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from experiments import record, report, runner
+from experiments import __main__, record, report, runner
+from experiments.catalogue import EXPERIMENTS
 from experiments.record import DamagedRecord, Record
 from experiments.views import accounting
 from experiments.views.toy import Toy
@@ -175,21 +176,34 @@ def test_a_failing_run_does_not_stop_the_others(counting):
     assert "on purpose" in text and "f cpu-two: done" in text
 
 
-def test_the_command_line_lists_runs_tables_figures_and_reports(tmp_path):
-    """Smoke presets of all that need no training, two at a time."""
+def test_the_command_line_lists_and_runs(tmp_path):
     listed = command("list", out=tmp_path).stdout
-    assert all(name in listed for name in ("toy", "memory", "accounting", "stability", "explain", "digits"))
-    names = ("toy", "memory", "accounting")  # test_theory.py has the others
+    assert all(name in listed for name in EXPERIMENTS)
     for said in ("done in", "finished before"):
-        done = command("run", ",".join(names), "--preset", "smoke", "--jobs", "2", out=tmp_path)
+        done = command("run", "explain", "--preset", "smoke", "--jobs", "2", out=tmp_path)
         assert done.returncode == 0, done.stdout + done.stderr
-        assert all(re.search(rf"^{name} smoke: {said}", done.stdout, re.M) for name in names), done.stdout
-    for words, said in [
-        (["run", "nothing"], "There is no experiment 'nothing'"),
-        (["table", "99"], "There is no '99'"),
-    ]:
-        failed = command(*words, out=tmp_path)
-        assert failed.returncode == 2 and said in failed.stdout
+        assert done.stdout.startswith(f"explain smoke: {said}")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"), [("run nothing", "no experiment 'nothing'"), ("table 99", "There is no '99'")]
+)
+def test_what_is_not_there_is_told(words, said, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["experiments", *words.split()])
+    with pytest.raises(SystemExit) as error:
+        __main__.main()
+    assert error.value.code == 2 and said in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "name", ["toy", "memory", "accounting", "feasibility"]
+)  # the others: above, test_theory.py, test_images.py
+def test_smoke_presets_run(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(runner, "RECORDS", tmp_path / "records")
+    monkeypatch.setattr(runner, "RUNS", tmp_path / "runs")
+    task = runner.Task(EXPERIMENTS[name], "smoke", {})
+    runner.perform(task, runner.Options(), lambda done, text: None)
+    assert Record.read(task.path).finished
 
 
 # What the records must show (EXPERIMENTS 9)

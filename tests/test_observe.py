@@ -291,6 +291,6 @@ def peak(n: int) -> int:
     return live.peak
 
 
-@pytest.mark.parametrize("n", [20_000, pytest.param(100_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("n", [4000, *(pytest.param(n, marks=pytest.mark.slow) for n in (20_000, 100_000))])
 def test_peak_memory_does_not_grow_with_the_number_of_observation_times(n):
     assert peak(n) <= 1.02 * peak(200)

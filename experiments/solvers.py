@@ -29,7 +29,7 @@ class SolversConfig(ImagesConfig):
     h: float | None = 0.25
     sizes: tuple[float, ...] = (1.0, 0.5, 0.25, 0.15, 0.1)
     tolerances: tuple[float, ...] = (1.0, 0.1, 0.01)
-    epsilons: tuple[float, ...] = (1.0, 2.0, 8.0, 16.0)
+    epsilons: tuple[float, ...] = (1.0, 2.0, 16.0, 32.0)
     n_attacked: int | None = None  # None: all test images
     pgd_steps: int = 10
 

@@ -207,7 +207,7 @@ class _Keeper(lightning.Callback):
         self.run, self.epochs, self.best, self.sign = run, epochs, best, -1 if lowest else 1
         self.history: list[dict[str, float]] = []
         self.seconds: list[float] = []
-        self.training: list[float] = []  # seconds, without those of the validation
+        self.cpu: list[float] = []  # seconds of the processor, for training alone: other work does not disturb them
         self.best_epoch, self.best_value, self.best_weights = 0, math.nan, {}
         self.spent_before, self.started = 0.0, time.perf_counter()
         self.checkpoint: Path | None = None
@@ -227,7 +227,7 @@ class _Keeper(lightning.Callback):
             self.checkpoint = path
             module.load_state_dict(state["state_dict"])
             kept = state["experiment"]
-            self.history, self.seconds, self.training = kept["history"], kept["seconds"], kept["training"]
+            self.history, self.seconds, self.cpu = kept["history"], kept["seconds"], kept["cpu"]
             self.best_epoch, self.best_value, self.best_weights = kept["best"]
             self.spent_before = kept["spent"]
             break
@@ -242,10 +242,10 @@ class _Keeper(lightning.Callback):
     def _fill(self) -> None:
         names = dict.fromkeys(name for row in self.history for name in row)
         self.run.metrics.update({name: [row.get(name) for row in self.history] for name in names})
-        self.run.seconds.update(before=self.spent_before, epochs=list(self.seconds), training=list(self.training))
+        self.run.seconds.update(before=self.spent_before, epochs=list(self.seconds), training_cpu=list(self.cpu))
 
     def on_train_epoch_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        self._epoch_started, self._validated = time.perf_counter(), 0.0
+        self._epoch_started, self._cpu_started, self._validated = time.perf_counter(), time.process_time(), 0.0
         if trainer.is_global_zero:
             self.run.log(event="epoch", epoch=trainer.current_epoch)
             self._tell(trainer.current_epoch, 0.0)
@@ -264,10 +264,10 @@ class _Keeper(lightning.Callback):
         self.run.tell(min(1.0, (epoch + part) / self.epochs), text)
 
     def on_validation_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        self._validation_started = time.perf_counter()
+        self._validation_started = time.process_time()
 
     def on_validation_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        self._validated += time.perf_counter() - self._validation_started
+        self._validated += time.process_time() - self._validation_started
 
     def on_train_epoch_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         trainer.should_stop = True  # the next epoch is a fit of its own
@@ -279,7 +279,7 @@ class _Keeper(lightning.Callback):
             raise KeyError(f"The module logs no {self.best!r}; it logs {', '.join(row)}.")
         self.history.append(row)
         self.seconds.append(time.perf_counter() - self._epoch_started)
-        self.training.append(self.seconds[-1] - self._validated)
+        self.cpu.append(time.process_time() - self._cpu_started - self._validated)
         if math.isnan(self.best_value) or self.sign * row[self.best] > self.sign * self.best_value:
             weights = {name: value.detach().cpu().clone() for name, value in pl_module.state_dict().items()}
             self.best_epoch, self.best_value, self.best_weights = len(self.history), row[self.best], weights
@@ -295,7 +295,7 @@ class _Keeper(lightning.Callback):
             "code": self.code,
             "history": self.history,
             "seconds": self.seconds,
-            "training": self.training,
+            "cpu": self.cpu,
             "spent": self.spent_before + time.perf_counter() - self.started,
             "best": (self.best_epoch, self.best_value, self.best_weights),
         }

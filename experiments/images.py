@@ -58,6 +58,7 @@ class ImagesConfig(Config):
     pad: int = 0
     flip: bool = False
     devices: int = 1
+    precision: str = "32-true"  # Lightning's name for it, as bf16-mixed: z and v stay in float32
     workers: int = 0  # that decode pictures, for each device
     size: int = 224  # of crops of pictures, in tests of the middle of pictures with a shorter side of 8/7 of it
 
@@ -365,7 +366,7 @@ def trained(config: ImagesConfig, run: Run) -> tuple[Trained, Augmented | Folder
         else partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=config.epochs)
     )
     make = lambda: Classifier(network(config, found.n_classes), found.n_classes, optimizer, schedule)  # noqa: E731
-    devices = Devices(config.devices, "auto", "auto" if config.devices == 1 else "ddp")
+    devices = Devices(config.devices, "auto", "auto" if config.devices == 1 else "ddp", config.precision)
     with as_published():
         return train(run, make, found, config.epochs, devices=devices), found
 

@@ -115,9 +115,10 @@ class Task(NamedTuple):
         """Its record, if there is one that can be trusted and was made with this config."""
         if not self.path.exists():
             return None
-        record = Record.read(self.path)
-        same = record.config == as_json(dataclasses.asdict(self.config))
-        return record if record.finished and same else None
+        record, config = Record.read(self.path), as_json(dataclasses.asdict(self.config))
+        # A field that the record does not know was not there yet: then all was as its default has it now.
+        defaults = as_json({f.name: f.default for f in dataclasses.fields(self.config) if f.name not in record.config})
+        return record if record.finished and {**defaults, **record.config} == config else None
 
 
 def _part(key: str, value: Any) -> str:

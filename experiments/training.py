@@ -104,6 +104,7 @@ class Devices:
     devices: int | list[int] | str = 1
     accelerator: str = "cpu"
     strategy: str = "auto"
+    precision: str = "32-true"
 
 
 class Trained(NamedTuple):
@@ -163,6 +164,7 @@ def seeds(run: Run, epochs: int) -> dict[str, Any]:
 def _trainer(run: Run, epochs: int, devices: Devices, *callbacks: lightning.Callback) -> lightning.Trainer:
     return lightning.Trainer(
         accelerator=devices.accelerator, devices=devices.devices, strategy=devices.strategy, max_epochs=epochs,
+        precision=devices.precision,  # pyright: ignore[reportArgumentType]
         callbacks=list(callbacks), default_root_dir=run.folder, logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0, use_distributed_sampler=False,
     )  # fmt: skip

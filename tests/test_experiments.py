@@ -156,6 +156,19 @@ def test_methods_and_seeds_make_a_run_each():
     assert tasks[3].command == "python -m experiments run counting --preset cpu --method two --set n=2 --seed 1"
 
 
+def test_a_record_from_before_a_field_was_added_still_counts(counting, monkeypatch):
+    @dataclass(frozen=True)
+    class Grown(Counting):
+        new: int = 7
+
+    counting()
+    monkeypatch.setitem(COUNTING.presets, "cpu", Grown())
+    assert counting() == "finished before"
+    assert "done" in counting({"new": 8})
+    monkeypatch.setitem(COUNTING.presets, "cpu", Grown(new=8))
+    assert "done" in counting()
+
+
 def test_the_command_of_a_run_asks_for_that_run():
     changes = {"names": ("x", "y"), "scale": 1e-3, "flag": True, "maybe": None}
     command = runner.Task(COUNTING, "cpu", changes).command

@@ -282,7 +282,8 @@ def performed(name: str, preset: str, changes: dict, out: Path, monkeypatch, dat
 
 
 def test_the_network_of_imagenet_trains_on_a_folder_of_pictures(pictures, tmp_path, monkeypatch):
-    found = performed("imagenet", "smoke", {"epochs": 2, "flip": True}, tmp_path, monkeypatch, pictures)
+    small = {"epochs": 2, "batch": 4, "n_validation": 4, "size": 64, "devices": 1, "workers": 0}
+    found = performed("imagenet", "paper", small, tmp_path, monkeypatch, pictures)
     assert found.results["parameters"] == 11_689_512 - 998 * 513  # of two classes
     assert found.results["evaluations"] == {"forward": 20.0, "backward": 20.0}  # N + 1 in each of four blocks
     assert len(found.metrics["watched_accuracy"]) == 2

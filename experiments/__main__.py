@@ -86,7 +86,7 @@ def report(out: Annotated[Path | None, typer.Option(help="another folder than do
 
 
 def _chosen(found: list, number: str) -> list:
-    chosen = [x for x in found if number in (x.id, "all")]
+    chosen = [x for x in found if number in (x.id, x.id.partition("-")[0], "all")]  # 2: also 2-digits
     if not chosen:
         raise BadOption(f"There is no {number!r}; there are {', '.join(x.id for x in found) or 'none: no records'}.")
     return chosen

@@ -9,6 +9,7 @@ method with the paper's solver and tolerances, naive and adjoint also with MALI'
 from __future__ import annotations
 
 import copy
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -47,7 +48,7 @@ def measure(rounds: int, n_steps: int) -> dict[str, Any]:
     optimizer = torch.optim.SGD(net.parameters(), base.lr, momentum=0.9, weight_decay=base.weight_decay)
     order, done = torch.Generator().manual_seed(0), 0
     while done < n_steps:
-        for x, y in data.train(0, order, order):
+        for x, y in itertools.islice(data.train(0, order, order), n_steps - done):
             step(net, x, y)
             optimizer.step()
             done += 1
@@ -70,7 +71,7 @@ def measure(rounds: int, n_steps: int) -> dict[str, Any]:
 
 def report(results: dict[str, Any]) -> None:
     table = Table(title="One training step on digits: time over MALI's")
-    for column in ("", "CPU time", "quartiles", "the paper", "evaluations forward", "backward"):
+    for column in ("", "CPU time", "quartiles", "paper", "f forward", "f backward"):
         table.add_column(column, justify="right", no_wrap=True)
     for name, ratio in results["time_ratio"].items():
         counts = results["evaluations"][name]

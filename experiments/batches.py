@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 Batch = tuple[Tensor, ...]
 
@@ -26,9 +27,17 @@ class Batches(Protocol):
     def test(self) -> Iterable: ...
 
 
+def even_shares(rows: Tensor, batch: int, devices: int) -> list[Tensor]:
+    """Batches of `batch` rows for all devices together, one after the other, each in shares of one size."""
+    shares = []
+    for whole in rows.split(batch):
+        shares += whole[: len(whole) // devices * devices].tensor_split(devices)
+    return [share for share in shares if len(share)]
+
+
 @dataclass(frozen=True)
 class Parts:
-    """Batches that are read when they are wanted, each from its rows; by so many workers, if any."""
+    """Batches that are read when they are wanted, each from its rows; ahead of time, by so many threads, if any."""
 
     rows: Sequence[Tensor]
     read: Callable[[Tensor], Batch]
@@ -37,14 +46,18 @@ class Parts:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitem__(self, i: int) -> Batch:
-        return self.read(self.rows[i])
-
     def __iter__(self) -> Iterator[Batch]:
         if not self.workers:
-            return map(self.read, self.rows)
-        how: Any = {"num_workers": self.workers, "multiprocessing_context": "spawn", "batch_size": None}
-        return iter(DataLoader(Parts(self.rows, self.read), **how))  # pyright: ignore[reportArgumentType]
+            yield from map(self.read, self.rows)
+            return
+        waiting: deque[Future[Batch]] = deque()
+        with ThreadPoolExecutor(self.workers) as pool:  # Pillow and torch let go of the interpreter
+            for rows in self.rows:
+                waiting.append(pool.submit(self.read, rows))
+                if len(waiting) > self.workers:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
 
 
 def share(batches: Iterable, rank: int, world: int, even: bool) -> Iterable:

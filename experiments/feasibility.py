@@ -43,13 +43,13 @@ PRESETS = {
 
 
 def ways(setting: str) -> dict[str, How]:
-    """Methods with a solver each; MALI has none but its own, whose memory does not depend on the steps."""
+    """Methods with a solver each; MALI has none but its own, whose memory does not depend on the steps as published."""
     if setting == FIXED:
         own = {name: How(METHODS[name].fixed, tm.FixedStep(0.25), METHODS[name].gradient) for name in NAMES}
         return {"resnet": RESNET, **own}
     tight = tm.AdaptiveStep(1e-5, 1e-5)
     others = {name: How(tm.Dopri5(), tight, METHODS[name].gradient) for name in NAMES if name != "mali"}
-    return {**others, "mali": How(tm.ALF(), tm.FixedStep(1 / 32), tm.MALI())}
+    return {**others, "mali": How(tm.ALF(refresh="never"), tm.FixedStep(1 / 32), tm.MALI())}
 
 
 NAMES = ("naive", "adjoint", "aca", "mali")
@@ -89,10 +89,12 @@ def main(config: FeasibilityConfig, run: Run) -> dict[str, Any]:
                 parameters = cells[f"{stem} / {setting} / {method} / {low}"]["parameters"]
                 # Beside what was counted: weights and momentum; gradients were counted.
                 wanted = one + each * (PER_GPU - low) + 2 * 4 * parameters
+                steps = [cells[f"{stem} / {setting} / {method} / {n}"]["steps"] for n in (low, high)]
                 fits[f"{stem} / {setting} / {method}"] = {
+                    "same_steps": steps[0] == steps[1],  # else the line is a rough one
                     "bytes_per_image": each,
                     "bytes_for_64": wanted,
                     "fits": wanted <= LIMIT,
-                    "largest_batch": int((LIMIT - 2 * 4 * parameters - one) // each + low),
+                    "largest_batch": max(0, int((LIMIT - 2 * 4 * parameters - one) // each + low)),
                 }
     return {"cells": cells, "fits": fits}

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 import torchmali as tm
 from experiments.augment import crop_and_flip
-from experiments.batches import Parts
+from experiments.batches import Parts, even_shares
 from experiments.data import cifar, data_dir, digits, folder, mnist
 from experiments.data.source import DataError, Images
 from experiments.models import ode_resnet
@@ -128,6 +128,10 @@ METHODS = {
     "exact": Method(tm.MALI(exact=True), tm.ALF(), tm.ALF(), 1e-1, 1e-2),
 }
 NAMES = ("resnet", *METHODS)
+STEADY = {  # every process evaluates f equally often: no refresh, nothing solved again
+    **{name: METHODS[name] for name in ("naive", "adjoint", "aca")},
+    "mali": Method(tm.MALI(checkpoint_every=None), tm.ALF(), tm.ALF(refresh="never"), 1e-1, 1e-2),
+}
 
 
 def how(config: ImagesConfig) -> How:
@@ -135,7 +139,10 @@ def how(config: ImagesConfig) -> How:
         return RESNET
     if config.method not in METHODS:
         raise BadOption(f"There is no method {config.method!r}; there are {', '.join(NAMES)}.")
-    method = METHODS[config.method]
+    method = STEADY.get(config.method) if config.norm == "sync" else METHODS[config.method]
+    if method is None or (config.norm == "sync" and config.h is None):
+        what = "SyncBatchNorm needs as many evaluations of f in every process"
+        raise BadOption(f"{what}: fixed steps (--set h=0.25), and one of the methods {', '.join(STEADY)}.")
     if config.h is not None:
         return How(method.fixed, tm.FixedStep(config.h), method.gradient)
     rtol = method.rtol if config.rtol is None else config.rtol
@@ -159,26 +166,26 @@ def _digits(config: ImagesConfig, place: Path | None) -> Sets:
     n_test = 270 if config.n_test is None else config.n_test
     found = digits.load(SPLIT, config.n_validation, n_test)
     sets = [Images(x.images[:, None], x.labels) for x in found]
-    return Sets(_first(sets[0], config.n_train), sets[1], sets[2], 16)
+    return Sets(_first(sets[0], config.n_train, "n_train"), sets[1], sets[2], 16)
 
 
 def _mnist(config: ImagesConfig, place: Path | None) -> Sets:
     train, test = (mnist.load(place, split) for split in ("train", "test"))
     train, test = (Images(x.images[:, None], x.labels) for x in (train, test))
-    return Sets(*_split(config, train), _first(test, config.n_test), 255)
+    return Sets(*_split(config, train), _first(test, config.n_test, "n_test"), 255)
 
 
 def _cifar10(config: ImagesConfig, place: Path | None) -> Sets:
     train = cifar.load(place, "train", require_all=config.n_train is None)
     test = cifar.load(place, "test")
-    return Sets(*_split(config, train), _first(test, config.n_test), 255)
+    return Sets(*_split(config, train), _first(test, config.n_test, "n_test"), 255)
 
 
 def _split(config: ImagesConfig, images: Images) -> tuple[Images, Images]:
     """What is not for training is for validation, or not used."""
     n = len(images) - config.n_validation if config.n_train is None else config.n_train
     if n < 1 or n + config.n_validation > len(images):
-        what = f"{config.n_train} images to train with and {config.n_validation} for validation"
+        what = f"{max(n, 1):,} to train with and {config.n_validation:,} for validation"
         raise DataError(f"{len(images):,} images of {config.data} are too few for {what}: set n_train, n_validation.")
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(SPLIT))
     train, validation = order[:n], order[n : n + config.n_validation]
@@ -187,7 +194,9 @@ def _split(config: ImagesConfig, images: Images) -> tuple[Images, Images]:
     )
 
 
-def _first(images: Images, n: int | None) -> Images:
+def _first(images: Images, n: int | None, name: str) -> Images:
+    if n is not None and not 0 < n <= len(images):
+        raise DataError(f"{name} = {n}: there are {len(images):,} images.")
     return images if n is None else Images(images.images[:n], images.labels[:n])
 
 
@@ -208,7 +217,6 @@ class Augmented:
 
     sets: Sets
     config: ImagesConfig
-    batch: int
     n_classes: int = 10
 
     def train(self, epoch: int, order: torch.Generator, subsample: torch.Generator) -> Iterable:
@@ -222,7 +230,7 @@ class Augmented:
             moved = crop_and_flip(images[part], shifts[part], flips[part], pad)
             return pixels(moved, self.sets.levels), labels[part]
 
-        return Parts(rows.split(self.batch), read)
+        return Parts(even_shares(rows, self.config.batch, self.config.devices), read)
 
     def validation(self) -> Sequence[Iterable]:
         """And the test set, watched; where nothing is kept for validation, that alone (as in the paper)."""
@@ -235,8 +243,12 @@ class Augmented:
         def read(part: Tensor) -> tuple[Tensor, Tensor]:
             return pixels(images.images[part], self.sets.levels), images.labels[part]
 
-        batch = min(128, max(1, len(images) // self.config.devices))  # one for each device, at least
-        return Parts(torch.arange(len(images)).split(batch), read)
+        return Parts(torch.arange(len(images)).split(in_tests(len(images), self.config.devices)), read)
+
+
+def in_tests(n: int, devices: int) -> int:
+    """The size of a batch, of which each device needs at least one."""
+    return min(128, max(1, n // devices))
 
 
 @dataclass(frozen=True)
@@ -268,7 +280,6 @@ class FolderBatches:
 
     pictures: folder.Pictures
     config: ImagesConfig
-    batch: int
 
     @property
     def n_classes(self) -> int:
@@ -283,36 +294,43 @@ class FolderBatches:
         rows, _ = self._rows()
         seed = int(torch.randint(2**62, (), generator=order))
         read = Read(self.pictures.train, self.config.size, self.config.flip, seed)
-        return self._parts(rows[torch.randperm(len(rows), generator=order)], read, self.batch)
+        shuffled = rows[torch.randperm(len(rows), generator=order)]
+        return Parts(even_shares(shuffled, self.config.batch, self.config.devices), read, self.config.workers)
 
     def validation(self) -> Sequence[Iterable]:
         _, rows = self._rows()
         read = Read(self.pictures.train, self.config.size)
-        return [self._parts(rows, read, self.batch), self.test()] if len(rows) else [self.test()]
+        return [self._parts(rows, read), self.test()] if len(rows) else [self.test()]
 
     def test(self) -> Iterable:
         read = Read(self.pictures.val, self.config.size)
-        return self._parts(torch.arange(len(self.pictures.val)), read, self.batch)
+        return self._parts(torch.arange(len(self.pictures.val)), read)
 
-    def _parts(self, rows: Tensor, read: Read, batch: int) -> Parts:
-        return Parts(rows.split(batch), read, self.config.workers)
+    def _parts(self, rows: Tensor, read: Read) -> Parts:
+        return Parts(rows.split(in_tests(len(rows), self.config.devices)), read, self.config.workers)
 
 
 def batches(config: ImagesConfig, given: Path | None) -> Augmented | FolderBatches:
     place = data_dir(given)
     if config.data not in KNOWN:
         raise BadOption(f"There is no data {config.data!r}; there are {', '.join(KNOWN)}.")
-    if config.batch % config.devices:
-        raise BadOption(f"A batch of {config.batch} cannot be shared by {config.devices} devices.")
-    batch = config.batch // config.devices
+    if min(config.batch, config.devices, config.epochs) < 1 or config.batch % config.devices:
+        what = f"batch = {config.batch}, devices = {config.devices}, epochs = {config.epochs}"
+        raise BadOption(f"{what}: all must be 1 or more, and the devices must divide the batch.")
     if config.data == "folder":
+        if config.n_train is not None or config.n_test is not None:
+            raise BadOption("n_train and n_test are not for folders: all pictures are used.")
         pictures = folder.index(place)
-        found, n = FolderBatches(pictures, config, batch), len(pictures.train) - config.n_validation
+        found, n = FolderBatches(pictures, config), len(pictures.train) - config.n_validation
+        n_validation, n_test = config.n_validation, len(pictures.val)
     else:
         sets = LOADERS[config.data](config, place)
-        found, n = Augmented(sets, config, batch), len(sets.train)
+        found, n, n_validation, n_test = Augmented(sets, config), len(sets.train), len(sets.validation), len(sets.test)
     if config.batch > n:
         raise BadOption(f"A batch of {config.batch} is more than the {n} images to train with: set batch={max(n, 1)}.")
+    if min(n_validation or n_test, n_test) < config.devices:
+        what = f"{n_validation} images for validation and {n_test} for the test"
+        raise BadOption(f"{what} are too few for {config.devices} devices.")
     return found
 
 
@@ -333,8 +351,8 @@ def network(config: ImagesConfig, n_classes: int) -> Network:
     made = {
         "small": lambda: ode_resnet.small(normalise, n_classes, how(config), norm, n_in, stride),
         "stack": lambda: ode_resnet.node_stack(normalise, n_classes, how(config), norm, n_in, stride),
-        "resnet18": lambda: ode_resnet.resnet18(normalise, n_classes, how(config), norm),
-        "resnet18_large": lambda: ode_resnet.resnet18(normalise, n_classes, how(config), norm, "large"),
+        "resnet18": lambda: ode_resnet.resnet18(normalise, n_classes, how(config), norm, "small", n_in),
+        "resnet18_large": lambda: ode_resnet.resnet18(normalise, n_classes, how(config), norm, "large", n_in),
     }
     if config.network not in made:
         raise BadOption(f"There is no network {config.network!r}; there are {', '.join(made)}.")
@@ -352,6 +370,8 @@ def network(config: ImagesConfig, n_classes: int) -> Network:
 def trained(config: ImagesConfig, run: Run) -> tuple[Trained, Augmented | FolderBatches]:
     from experiments.training import Classifier, Devices, train  # takes seconds: not for a list of experiments
 
+    if config.norm == "sync" and not torch.cuda.is_available():
+        raise BadOption("SyncBatchNorm is for GPUs; without, --set norm=group does not depend on the processes either.")
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world != config.devices:
         line = f"torchrun --nproc-per-node {config.devices} -m experiments run ..."
@@ -386,7 +406,7 @@ def main(config: ImagesConfig, run: Run) -> dict[str, Any]:
 
 def summary(config: ImagesConfig, run: Run, done: Trained, found: Augmented | FolderBatches) -> dict[str, Any]:
     """test_accuracy: of the epoch that was best in validation. As published: the best of all epochs in the test."""
-    first: Any = next(iter(found.train(0, run.generator("order", 0), run.generator("subsample", 0))))
+    parameters = sum(p.numel() for p in done.module.parameters())
     by_epoch = run.metrics.get("watched_accuracy") or run.metrics["validation_accuracy"]
     return {
         "test_accuracy": done.best["test_accuracy"],
@@ -395,10 +415,19 @@ def summary(config: ImagesConfig, run: Run, done: Trained, found: Augmented | Fo
         "test_accuracy_last": done.last["test_accuracy"],
         "test_accuracy_of_best_test_epoch": max(by_epoch),
         "evaluations": {name: run.metrics[f"evaluations_{name}"][-1] for name in ("forward", "backward")},
-        "parameters": sum(p.numel() for p in done.module.parameters()),
-        "peak_bytes": peak_bytes(done.module.network, first),  # pyright: ignore[reportArgumentType]
+        "parameters": parameters,
+        "peak_bytes": _peak_of_a_step(config, run, done, found) if parameters < LARGE else None,
         "seeds": done.seeds,
     }
+
+
+LARGE = 1_000_000  # parameters: then memory is what `feasibility` measures, and a processor would take long
+
+
+def _peak_of_a_step(config: ImagesConfig, run: Run, done: Trained, found: Augmented | FolderBatches) -> int:
+    batch: Any = next(iter(found.train(0, run.generator("order", 0), run.generator("subsample", 0))))
+    network: Any = done.module.network
+    return peak_bytes(network, batch)
 
 
 def peak_bytes(network: nn.Module, batch: tuple[Tensor, Tensor]) -> int:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import html
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from experiments.catalogue import EXPERIMENTS
 from experiments.record import RECORDS, ROOT, Record
+from experiments.runner import as_json
 from experiments.show import VERDICTS, Claim, Found, Picture, Shown, Table
 from experiments.views import accounting, feasibility, images, memory, solvers, theory, toy
 
@@ -123,9 +126,19 @@ def _records(experiment: str) -> list[Found]:
     for path in sorted((RECORDS / experiment).glob("cpu*.json")):
         name = path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else path.as_posix()
         record = Record.read(path)
-        if record.finished:
+        if record.finished and _changes(record) in SHOWN:
             found.append(Found(record, name))
     return found
+
+
+# Which changes of a preset, beside method and seed, are a part of what is shown
+SHOWN: tuple[dict[str, Any], ...] = ({}, {"rtol": 0.1, "atol": 0.01})
+
+
+def _changes(record: Record) -> dict[str, Any]:
+    preset = as_json(dataclasses.asdict(EXPERIMENTS[record.experiment].presets[record.preset]))
+    differ = {name for name in preset if record.config.get(name, preset[name]) != preset[name]} - {"method", "seed"}
+    return {name: record.config[name] for name in preset if name in differ}
 
 
 def page(found: list[Chapter]) -> str:

@@ -32,6 +32,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 import torchmali
+from experiments.data.source import DataError
 from experiments.record import RECORDS, RUNS, DamagedRecord, Record, made_with, set_aside
 
 MAX_WEIGHTS = 5_000_000  # bytes that may be kept beside a record
@@ -394,7 +395,7 @@ def _end_with_parent() -> None:
 def _attempt(task: Task, options: Options, tell: Tell) -> tuple[bool, str]:
     try:
         return True, perform(task, options, tell)
-    except BadOption as error:
+    except (BadOption, DataError) as error:
         return False, str(error)
     except Exception:
         return False, f"failed\n{traceback.format_exc()}"

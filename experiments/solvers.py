@@ -73,13 +73,19 @@ ATTACKERS = {  # with the tolerances of the paper's appendix
 H0 = 0.25  # first step of adaptive solves, as in the reference code
 
 
+AS_PUBLISHED = {"ALF": tm.ALF(refresh="never"), "ALF4": tm.ALF(order=4, refresh="never")}
+
+
 def fixed(name: str, h: float, as_reference: bool = False) -> How:
-    return How(FIXED[name], tm.FixedStep(h), tm.Naive(), overshot(h) if as_reference else 1.0)
+    if as_reference:
+        return How(AS_PUBLISHED.get(name, FIXED[name]), tm.FixedStep(h), tm.Naive(), overshot(h))
+    return How(FIXED[name], tm.FixedStep(h), tm.Naive())
 
 
 def adaptive(name: str, rtol: float, atol: float, as_reference: bool = False) -> How:
-    kind = UnguardedLastStep if as_reference else tm.AdaptiveStep
-    return How(ADAPTIVE[name], kind(rtol, atol, H0), tm.Naive())
+    if as_reference:
+        return How(AS_PUBLISHED.get(name, ADAPTIVE[name]), UnguardedLastStep(rtol, atol, H0), tm.Naive())
+    return How(ADAPTIVE[name], tm.AdaptiveStep(rtol, atol, H0), tm.Naive())
 
 
 @torch.no_grad()
@@ -154,6 +160,8 @@ def attacks(config: SolversConfig, network: Network, x: Tensor, y: Tensor) -> di
 def main(config: SolversConfig, run: Run) -> dict[str, Any]:
     if config.method not in METHODS:
         raise BadOption(f"There is no method {config.method!r}; there are {', '.join(METHODS)}.")
+    if config.data == "folder":
+        raise BadOption("Other solvers are tried on images in memory: digits, mnist or cifar10.")
     done, found = trained(config, run)
     assert isinstance(found, Augmented)
     network: Any = done.module.network
@@ -161,7 +169,7 @@ def main(config: SolversConfig, run: Run) -> dict[str, Any]:
     network.eval()
     test = found.sets.test
     x, y = pixels(test.images, found.sets.levels), test.labels
-    n = len(y) if config.n_attacked is None else config.n_attacked
+    n = len(y) if config.n_attacked is None else min(len(y), config.n_attacked)
 
     def difference() -> float:
         one, other = (logits(network, fixed(name, 1.0), x) for name in ("ALF", "RK2"))

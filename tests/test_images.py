@@ -23,6 +23,7 @@ from torch import nn
 import torchmali as tm
 from experiments import images, runner, solvers
 from experiments.augment import crop_and_flip
+from experiments.batches import even_shares
 from experiments.catalogue import EXPERIMENTS
 from experiments.data import DataError, cifar
 from experiments.models import ode_resnet
@@ -141,6 +142,8 @@ def test_what_an_epoch_is_chosen_by_is_not_the_test_unless_nothing_else_is_there
     [
         ({"batch": 512}, "batch of 512 is more than the 256 images"),
         ({"data": "svhn"}, "no data 'svhn'; there are digits, mnist, cifar10, folder"),
+        ({"epochs": 0}, "epochs = 0: all must be 1 or more"),
+        ({"norm": "sync"}, "SyncBatchNorm is for GPUs"),
         ({"devices": 2}, "torchrun --nproc-per-node 2"),
         ({"method": "mail"}, "no method 'mail'; there are resnet, naive"),
         ({"network": "vgg"}, "no network 'vgg'; there are small"),
@@ -155,7 +158,7 @@ def test_what_does_not_fit_is_told_before_anything_is_trained(changes, match, tm
 
 
 def test_a_batch_that_cannot_be_shared_is_told():
-    with pytest.raises(runner.BadOption, match="batch of 63 cannot be shared by 2 devices"):
+    with pytest.raises(runner.BadOption, match="batch = 63, devices = 2.*must divide the batch"):
         images.batches(images.ImagesConfig(batch=63, devices=2), None)
 
 
@@ -163,8 +166,29 @@ def test_more_images_than_there_are_and_a_missing_folder_are_told(tmp_path):
     with pytest.raises(DataError, match="CIFAR-10 is missing.*does not exist"):
         images.batches(images.CIFAR["cpu"], tmp_path / "nowhere")
     few = images.Images(torch.zeros(10, 1, 8, 8), torch.zeros(10))
-    with pytest.raises(DataError, match="10 images of digits are too few for 8 images to train with and 270"):
+    with pytest.raises(DataError, match="10 images of digits are too few for 8 to train with and 270"):
         images._split(images.ImagesConfig(n_train=8), few)
+    with pytest.raises(DataError, match="n_train = 5000: there are 1,257 images"):
+        images.batches(images.ImagesConfig(n_train=5000), None)
+
+
+def test_every_batch_is_shared_evenly():
+    shares = even_shares(torch.arange(23), 8, 2)
+    assert [len(share) for share in shares] == [4, 4, 4, 4, 3, 3]
+    assert torch.equal(torch.cat(shares), torch.arange(22))
+    assert [len(share) for share in even_shares(torch.arange(23), 8, 1)] == [8, 8, 7]
+
+
+@pytest.mark.parametrize("method", ["naive", "adjoint", "aca", "mali"])
+def test_synchronised_norms_get_methods_that_evaluate_f_equally_often(method):
+    way = images.how(images.ImagesConfig(norm="sync", h=0.25, method=method))
+    assert way.gradient.unsteady(way.solver, way.controller) == []
+
+
+@pytest.mark.parametrize("changes", [{"method": "exact", "h": 0.25}, {"method": "mali"}])
+def test_synchronised_norms_refuse_the_others(changes):
+    with pytest.raises(runner.BadOption, match="as many evaluations of f in every process"):
+        images.how(images.ImagesConfig(norm="sync", **changes))
 
 
 def test_a_truncated_cifar_batch_is_told(tmp_path):

@@ -130,9 +130,11 @@ def large_stem(n_in: int, width: int, norm: Norm) -> nn.Module:
     return nn.Sequential(conv, norm(width), nn.ReLU(), nn.MaxPool2d(3, 2, padding=1))
 
 
-def resnet18(normalise: Normalise, n_classes: int, how: How, norm: Norm = batch_norm, stem: str = "small") -> Network:
+def resnet18(
+    normalise: Normalise, n_classes: int, how: How, norm: Norm = batch_norm, stem: str = "small", n_in: int = 3
+) -> Network:
     """11,173,962 parameters with the small stem and 10 classes, 11,689,512 with the large one and 1000."""
-    first = small_stem(3, 64, 1, norm) if stem == "small" else large_stem(3, 64, norm)
+    first = small_stem(n_in, 64, 1, norm) if stem == "small" else large_stem(n_in, 64, norm)
     body = stages((64, 128, 256, 512), (1, 2, 2, 2), 64, how, norm)
     return Network(normalise, first, body, head(512, n_classes))
 

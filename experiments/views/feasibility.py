@@ -28,7 +28,11 @@ def show(found: list[Found]) -> Shown:
     notes = (
         f"A batch of 256 on four GPUs of {LIMIT / 1e9:.0f} GB. Live tensors, with weights and momentum; what a GPU's "
     )
-    notes += "allocator and convolutions need beside them is not counted."
+    notes += "allocator and convolutions need beside them is not counted. Lines through two batch sizes"
+    rough = [name for name, fit in record.results["fits"].items() if not fit["same_steps"]]
+    notes += (
+        f"; the two took different numbers of steps, so that they are rough, in: {'; '.join(rough)}." if rough else "."
+    )
     title = "One step of the network for ImageNet at 224 x 224, by method"
     table = Table("imagenet", title, columns, rows, notes, [record.command])
     text = "Naive and ACA cannot train on ImageNet with four GPUs of 11 GB; MALI can"

@@ -78,22 +78,24 @@ def evaluations(one: Found) -> float:
 
 
 def commands(found: Sequence[Found]) -> list[str]:
-    """One for all methods and seeds that differ in nothing else."""
-    kept: dict[str, dict[str, dict[str, None]]] = {}
+    """One for all methods that were run with the same seeds, and differ in nothing else."""
+    seeds: dict[tuple[str, str], list[str]] = {}
     for one in found:
         words = one.record.command.split()  # python -m experiments run NAME, then pairs
-        pairs = list(zip(words[5::2], words[6::2], strict=True))
-        rest = " ".join(
-            [*words[:5], *(f"{flag} {value}" for flag, value in pairs if flag not in ("--method", "--seed"))]
-        )
-        lists = kept.setdefault(rest, {"--method": {}, "--seed": {}})
-        for flag, value in pairs:
-            if flag in lists:
-                lists[flag][value] = None
-    return [
-        " ".join([rest, *(f"{flag} {','.join(values)}" for flag, values in lists.items() if values)])
-        for rest, lists in kept.items()
-    ]
+        pairs = dict.fromkeys(zip(words[5::2], words[6::2], strict=True))
+        flags = dict(pair for pair in pairs if pair[0] != "--set")
+        method, seed = flags.pop("--method", ""), flags.pop("--seed", "")
+        rest = [*flags.items(), *(pair for pair in pairs if pair[0] == "--set")]
+        line = " ".join([*words[:5], *(f"{flag} {value}" for flag, value in rest)])
+        seeds.setdefault((line, method), []).append(seed)
+    methods: dict[tuple[str, str], list[str]] = {}
+    for (line, method), its in seeds.items():
+        methods.setdefault((line, ",".join(its)), []).append(method)
+    lines = []
+    for (line, its), names in methods.items():
+        line += f" --method {','.join(names)}" if any(names) else ""
+        lines.append(line + (f" --seed {its}" if its else ""))
+    return lines
 
 
 # Pictures
@@ -167,6 +169,8 @@ def _table(name: str, groups: Groups) -> Table:
 
 
 def verdict(holds: Sequence[bool]) -> str:
+    if not holds:
+        return "not testable here"
     return "holds" if all(holds) else "holds in part" if any(holds) else "does not hold here"
 
 
@@ -186,40 +190,52 @@ def _claims(groups: Groups, of: str) -> list[Claim]:
     if has("MALI") and rest:
         found = {name: accuracy(groups[name]) for name in rest}
         numbers = f"MALI {accuracy(groups['MALI']):.1f} %, " + ", ".join(f"{n} {x:.1f} %" for n, x in found.items())
-        numbers += " (own tolerances; means over seeds)."
+        numbers += " (own tolerances; means over seeds; more accurate: by 1 point)."
         text = "MALI is more accurate than naive and adjoint"
         better = [accuracy(groups["MALI"]) > x + 1 for x in found.values()]
         claims.append(Claim(where, text, verdict(better), numbers, paths))
-        claims.append(_speed(groups, where, paths))
+        claims += _speed(groups, of, paths)
     if has("MALI", "ACA", "naive"):
         peaks = {n: statistics.fmean(results(groups[n], "peak_bytes")) / 1e6 for n in ("MALI", "ACA", "naive")}
-        numbers = "Peak MB of one step: " + ", ".join(f"{n} {x:.0f}" for n, x in peaks.items()) + "."
+        numbers = "Peak MB of one step: " + ", ".join(f"{n} {x:.1f}" for n, x in peaks.items())
+        numbers += " (naive with Dopri5 at 1e-5, the others at 0.1 / 0.01)."
         ordered = [peaks["MALI"] <= peaks["ACA"], peaks["ACA"] <= peaks["naive"]]
         text = "MALI needs no more memory than ACA, ACA no more than naive, at the same batch"
         claims.append(Claim(where, text, verdict(ordered), numbers, paths))
     if has("MALI", "ResNet"):
         mali, resnet = accuracy(groups["MALI"]), accuracy(groups["ResNet"])
-        numbers = f"MALI {mali:.1f} %, its ResNet twin {resnet:.1f} % (same f, same parameters)."
+        numbers = f"MALI {mali:.1f} %, its ResNet twin {resnet:.1f} % (same f, same parameters; 1 point allowed)."
         text = "A Neural ODE trained with MALI is at least as accurate as its ResNet twin"
         claims.append(Claim(where, text, verdict([mali >= resnet - 1]), numbers, paths))
     return claims
 
 
-def _speed(groups: Groups, where: str, paths: list[str]) -> Claim:
-    mali, holds, parts = groups["MALI"], [], []
-    said = {"naive": "three times", "adjoint": "almost two times"}
-    for name in ("naive", "adjoint", "naive, 0.1", "adjoint, 0.1", "ACA"):
+SPEED: dict[str, Callable[[float], bool]] = {  # what a time over MALI's must be for the paper's words to fit
+    "naive": lambda ratio: ratio >= 2.5,  # three times
+    "adjoint": lambda ratio: ratio >= 1.5,  # almost two times
+    "ACA": lambda ratio: 1 / 1.5 <= ratio <= 1.5,  # similar
+}
+
+
+def _speed(groups: Groups, of: str, paths: list[str]) -> list[Claim]:
+    mali, times, parts = groups["MALI"], {}, {}
+    for name in ("naive", "adjoint", "ACA", "naive, 0.1", "adjoint, 0.1"):
         if name in groups:
-            time = mean(groups[name], training_seconds) / mean(mali, training_seconds)
+            times[name] = mean(groups[name], training_seconds) / mean(mali, training_seconds)
             asked = mean(groups[name], evaluations) / mean(mali, evaluations)
-            parts.append(f"{name} {short(time)} x ({short(asked)} x the evaluations)")
-            if name in said:
-                holds.append(time > 1.5)
-            if "," in name:
-                holds.append(time > 1)
-    numbers = f"Time of an epoch over MALI's: {', '.join(parts)}. At 0.1 / 0.01 they have MALI's tolerances."
+            parts[name] = f"{name} {short(times[name])} x ({short(asked)} x the evaluations)"
+    own = [name for name in SPEED if name in times]
+    numbers = f"Time of an epoch over MALI's: {', '.join(parts[name] for name in own)}."
     text = "MALI is almost two times as fast as the adjoint, three times as fast as naive, and similar to ACA"
-    return Claim(where, text, verdict(holds), numbers, paths)
+    where = f"Section 4.2, Figure 5; here {of}"
+    claims = [Claim(where, text, verdict([SPEED[name](times[name]) for name in own]), numbers, paths)]
+    equal = [name for name in times if name not in SPEED]
+    if equal:
+        numbers = f"Time of an epoch over MALI's, all at 0.1 / 0.01: {', '.join(parts[name] for name in equal)}."
+        text = "At the same tolerances MALI is faster than naive and adjoint"
+        where = f"not in the paper, whose tolerances differ; here {of}"
+        claims.append(Claim(where, text, verdict([times[name] > 1 for name in equal]), numbers, paths))
+    return claims
 
 
 def show(found: list[Found]) -> Shown:

@@ -79,8 +79,8 @@ def _invariance(name: str, groups: Groups, version: str) -> Table:
         "as reference": "last step unchecked, h = 0.15 ends at 1.05",
     }
     title = f"Table 2: accuracy in % under other solvers, {TITLES[name]}, {ways[version]}"
-    n = len(groups["MALI"])
-    notes = f"Trained with ALF, h = 0.25 (the ResNet: one step of Euler). Means over {n} seeds; "
+    n = " and ".join(f"{len(groups[m])} seeds ({m})" for m in ("MALI", "ResNet") if m in groups)
+    notes = f"Trained with ALF, h = 0.25 (the ResNet: one step of Euler). Means over {n}; "
     notes += "in parentheses the paper's, on ImageNet. atol is a tenth of the tolerance."
     id_ = f"2-{name}" if version == "corrected" else f"2-{name}-reference"
     return Table(id_, title, columns, rows, notes, commands([*groups["MALI"], *groups.get("ResNet", [])]))
@@ -90,6 +90,8 @@ def _euler_and_others(groups: Groups, name: str) -> list[Claim]:
     mali, config = groups["MALI"], groups["MALI"][0].record.config
     paths, where = [mali[0].path], f"Section 4.2, Table 2; here {TITLES[name]}"
     fine = [h for h in config["sizes"] if h <= 0.25]
+    if not fine:
+        return []
     found = {
         solver: [percent(mali, f"corrected / {solver} / h {h:g}") for h in fine]
         for solver in ("ALF", "RK2", "RK4", "Euler")
@@ -107,29 +109,30 @@ def _euler_and_others(groups: Groups, name: str) -> list[Claim]:
         twin = groups["ResNet"]
         rk4 = [percent(twin, f"corrected / RK4 / h {h:g}") for h in fine]
         numbers = f"Own {own(twin):.1f} %; as an ODE under RK4 with h <= 0.25: {min(rk4):.1f} to {max(rk4):.1f} %."
-        text = "A ResNet cannot be run as an ODE: its accuracy is lost under other solvers"
+        text = "A ResNet cannot be run as an ODE: its accuracy is lost under another solver"
         lost = verdict([own(twin) - max(rk4) >= 30])
         claims.append(Claim(where, text, lost, numbers, [twin[0].path]))
     difference = max(one.record.results["cells"]["ALF - RK2 at h 1"] for one in mali)
     numbers = f"Logits differ by {short(difference)} of the largest."
     text = "With h = 1 MALI's solver is RK2 (both 42.33 %)"
     claims.append(Claim(where, text, verdict([difference <= 1e-5]), numbers, paths))
-    best = {s: max(percent(mali, f"corrected / {s} / h {h:g}") for h in config["sizes"]) for s in ("ALF", "RK2", "RK4")}
-    at = percent(mali, "corrected / ALF / h 0.25") if 0.25 in config["sizes"] else own(mali)
-    numbers = f"ALF at h = 0.25: {at:.1f} %; best of RK4 {best['RK4']:.1f} %, of RK2 {best['RK2']:.1f} %."
-    text = "A solver of higher order in the test beats the one of the training"
-    claims.append(Claim(where, text, verdict([best["RK4"] > at]), numbers, paths))
-    quirks = [
-        abs(percent(mali, f"corrected / {s} / tolerance 1") - percent(mali, f"as reference / {s} / tolerance 1"))
-        for s in ADAPTIVE
-        if 1.0 in config["tolerances"]
-    ]
-    if quirks:
-        numbers = (
-            f"With the reference code's unchecked last step accuracies change by {max(quirks):.1f} points at most."
-        )
+    if 0.25 in config["sizes"]:
+        alf, rk4 = (percent(mali, f"corrected / {solver} / h 0.25") for solver in ("ALF", "RK4"))
+        numbers = f"At h = 0.25: ALF {alf:.1f} %, RK4 {rk4:.1f} % (told apart from 1 point on)."
+        text = "A solver of higher order in the test beats the one of the training (ALF 69.6 %, RK4 69.9 %)"
+        held = verdict([] if abs(rk4 - alf) < 1 else [rk4 > alf])
+        claims.append(Claim(where, text, held, numbers, paths))
+    if 1.0 in config["tolerances"]:
+        parts, falls = [], []
+        for solver in ("RK23", "Dopri5"):
+            checked, not_checked = (
+                percent(mali, f"{version} / {solver} / tolerance 1") for version in ("corrected", "as reference")
+            )
+            parts.append(f"{solver} {not_checked:.1f} % (with its last step checked {checked:.1f} %)")
+            falls.append(own(mali) - not_checked > 5)
+        numbers = f"Own {own(mali):.1f} %; {', '.join(parts)}."
         text = "At tolerance 1 RK23 and Dopri5 fall to 51 % (the reference code does not check its last step)"
-        claims.append(Claim(where, text, verdict([max(quirks) > 5]), numbers, paths))
+        claims.append(Claim(where, text, verdict(falls), numbers, paths))
     peaks = [mali[0].record.results["cells"][f"peak bytes / h {h:g}"] for h in config["sizes"]]
     flat = [max(p[kind] for p in peaks) / min(p[kind] for p in peaks) for kind in ("as published", "with refresh")]
     numbers = f"Largest / smallest peak over h: {flat[0]:.2f} as published, {flat[1]:.2f} with refresh, which keeps a "
@@ -174,23 +177,29 @@ def _attacks(name: str, groups: Groups) -> list[Table]:
 
 
 def _robustness(groups: Groups, name: str) -> list[Claim]:
+    """Only attacks that do something count: those by which the network loses 5 points or more."""
     mali, paths = groups["MALI"], [groups["MALI"][0].path]
-    where, spreads, parts, better = f"Section 4.2, Table 3; here {TITLES[name]}", [], [], []
+    where, spreads, parts, better = f"Section 4.2, Table 3; here {TITLES[name]}", {}, [], []
+    clean = percent(mali, "clean", "ALF")
     for epsilon in mali[0].record.config["epsilons"]:
         found = [percent(mali, f"FGSM {epsilon:g} / {a}", under) for a in ATTACKERS for under in ATTACKERS]
-        spreads.append(max(found) - min(found))
+        if clean - min(found) >= 5:
+            spreads[epsilon] = max(found) - min(found)
         if "ResNet" in groups:
             twin = percent(groups["ResNet"], f"FGSM {epsilon:g} / Euler", "Euler")
             here = percent(mali, f"FGSM {epsilon:g} / ALF", "ALF")
-            better.append(here > twin)
+            if percent(groups["ResNet"], "clean", "Euler") - twin >= 5:
+                better.append(here > twin + 1)
             parts.append(f"{epsilon:g}/255: {here:.1f} against {twin:.1f}")
-    numbers = "Largest difference between solvers of attack and inference, by epsilon: "
-    numbers += ", ".join(f"{x:.1f}" for x in spreads) + " points (2 allowed)."
+    numbers = "Largest difference between solvers of attack and inference: "
+    numbers += ", ".join(f"{x:.1f} at {epsilon:g}/255" for epsilon, x in spreads.items()) + " points (2 allowed)."
     text = "Robustness to FGSM is the same whatever solver attacks or infers"
-    claims = [Claim(where, text, verdict([x <= 2 for x in spreads]), numbers, paths)]
+    claims = [Claim(where, text, verdict([x <= 2 for x in spreads.values()]), numbers, paths)]
     if parts:
         text = "Neural ODEs are more robust to FGSM than a ResNet"
-        claims.append(Claim(where, text, verdict(better), f"NODE against twin, %, {'; '.join(parts)}.", paths))
+        numbers = f"NODE against twin, %: without attack {clean:.1f} against "
+        numbers += f"{percent(groups['ResNet'], 'clean', 'Euler'):.1f}; {'; '.join(parts)} (more: by 1 point)."
+        claims.append(Claim(where, text, verdict(better), numbers, paths))
     return claims
 
 

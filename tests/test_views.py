@@ -1,0 +1,179 @@
+"""Verdicts follow from numbers: made-up records on both sides of what they are judged by."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from experiments import report
+from experiments.record import Record
+from experiments.show import Found
+from experiments.solvers import ADAPTIVE, ATTACKERS, FIXED
+from experiments.views import feasibility, images, solvers
+
+
+def image_run(method: str, accuracy: float, seconds: float = 10.0, seed: int = 0, **more: Any) -> Found:
+    config = {"method": method, "rtol": more.get("rtol"), "epochs": 2, "seed": seed}
+    change = " --set rtol=0.1 --set atol=0.01" if more.get("rtol") else ""
+    line = f"python -m experiments run cifar10 --preset cpu --method {method} --seed {seed}{change}"
+    results = {
+        "test_accuracy": accuracy, "test_accuracy_of_best_test_epoch": accuracy, "parameters": 7,
+        "peak_bytes": more.get("peak", 1e6),
+    }  # fmt: skip
+    curve = [accuracy / 2, accuracy]
+    metrics = {"watched_accuracy": curve, "evaluations_forward": [10.0, 12.0], "evaluations_backward": [10.0, 10.0]}
+    record = Record("cifar10", "cpu", config, line, results, metrics, {"training_cpu": [seconds, seconds]})
+    return Found(record, f"records/{method}-{seed}.json")
+
+
+def verdicts(found: list[Found], show: Any = images.show) -> dict[str, str]:
+    return {claim.text: claim.verdict for claim in show(found)[2]}
+
+
+def by_words(found: dict[str, str], words: str) -> str:
+    (verdict,) = [verdict for text, verdict in found.items() if words in text]
+    return verdict
+
+
+def test_nothing_is_no_proof():
+    assert images.verdict([]) == "not testable here"
+    assert [images.verdict(x) for x in ([True], [True, False], [False])] == [
+        "holds", "holds in part", "does not hold here",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("naive", "adjoint", "aca", "verdict"),
+    [
+        (3.0, 1.9, 1.1, "holds"),
+        (3.0, 1.9, 10.0, "holds in part"),
+        (1.6, 1.6, 0.3, "holds in part"),
+        (1.0, 1.0, 2.0, "does not hold here"),
+    ],
+)
+def test_the_paper_s_words_for_speed_are_taken_one_by_one(naive, adjoint, aca, verdict):
+    times = {"naive": naive, "adjoint": adjoint, "aca": aca}
+    found = verdicts([image_run("mali", 0.6), *(image_run(name, 0.6, 10 * ratio) for name, ratio in times.items())])
+    assert by_words(found, "almost two times") == verdict
+
+
+def test_accuracies_and_equal_tolerances_are_judged():
+    runs = [image_run("mali", 0.600), image_run("aca", 0.612), image_run("resnet", 0.605), image_run("naive", 0.595)]
+    runs.append(image_run("naive", 0.6, 5.0, rtol=0.1))
+    found = verdicts(runs)
+    assert by_words(found, "as accurate as ACA") == "does not hold here"
+    assert by_words(found, "as its ResNet twin") == "holds"
+    assert by_words(found, "more accurate than naive") == "does not hold here"
+    assert by_words(found, "At the same tolerances") == "does not hold here"
+
+
+def test_commands_ask_for_what_was_run_and_nothing_else():
+    runs = [image_run(method, 0.5, seed=seed) for method in ("mali", "aca") for seed in (0, 1)]
+    runs += [image_run("naive", 0.5), image_run("naive", 0.5, rtol=0.1)]
+    base = "python -m experiments run cifar10 --preset cpu"
+    assert images.commands(runs) == [
+        f"{base} --method mali,aca --seed 0,1",
+        f"{base} --method naive --seed 0",
+        f"{base} --set rtol=0.1 --set atol=0.01 --method naive --seed 0",
+    ]
+
+
+def test_pictures_and_tables_are_made():
+    runs = [image_run(method, 0.5, seed=seed) for method in ("mali", "aca", "resnet") for seed in (0, 1)]
+    tables, pictures, _ = images.show(runs)
+    assert tables[0].rows[0][:2] == ["ResNet", "2"] and "50.0 ± 0.0" in str(tables[0].rows[0][2])
+    assert pictures[0].svg.startswith("<svg")
+
+
+def solver_run(method: str, accuracy: float, cells: dict[str, Any] | None = None) -> Found:
+    sizes, tolerances, epsilons = [1.0, 0.25], [1.0, 0.1], [1.0, 16.0]
+    config = {"method": method, "data": "digits", "sizes": sizes, "tolerances": tolerances, "epsilons": epsilons}
+    found: dict[str, Any] = {}
+    for version in ("corrected", "as reference"):
+        found |= {f"{version} / {solver} / h {h:g}": accuracy for solver in FIXED for h in sizes}
+        found |= {f"{version} / {solver} / tolerance {x:g}": accuracy for solver in ADAPTIVE for x in tolerances}
+    ways = ["Euler"] if method == "resnet" else list(ATTACKERS)
+    for name in ways:
+        for epsilon in epsilons:
+            here = dict.fromkeys(ways, accuracy - 0.02 * epsilon)
+            found |= {f"FGSM {epsilon:g} / {name}": here, f"PGD {epsilon:g} / {name}": here}
+    found |= {"clean": dict.fromkeys(ways, accuracy), "ALF - RK2 at h 1": 1e-7}
+    for h in sizes:
+        found[f"peak bytes / h {h:g}"] = {"as published": 100, "with refresh": 105, "refreshes": 1}
+    results = {"cells": {**found, **(cells or {})}, "test_accuracy_last": accuracy}
+    metrics = {name: [0.5, 0.4] for name in ("train_loss", "train_accuracy", "validation_accuracy")}
+    line = f"python -m experiments run solvers --preset cpu --method {method} --seed 0"
+    return Found(Record("solvers", "cpu", config, line, results, metrics), f"records/{method}.json")
+
+
+def solver_verdicts(changes: dict[str, Any], twin: dict[str, Any] | None = None) -> dict[str, str]:
+    return verdicts([solver_run("mali", 0.9, changes), solver_run("resnet", 0.9, twin)], solvers.show)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words", "verdict"),
+    [
+        ({}, "keeps its accuracy", "holds"),
+        ({"corrected / Euler / h 0.25": 0.86}, "keeps its accuracy", "holds in part"),
+        ({"corrected / RK4 / h 0.25": 0.87, "corrected / Euler / h 0.25": 0.8}, "keeps its accuracy", "does not hold"),
+        ({"corrected / RK4 / h 0.25": 0.905}, "higher order", "not testable"),
+        ({"corrected / RK4 / h 0.25": 0.92}, "higher order", "holds"),
+        ({"as reference / ALF4 / tolerance 1": 0.99}, "fall to 51", "does not hold"),
+        ({"as reference / RK23 / tolerance 1": 0.5}, "fall to 51", "holds in part"),
+        ({"ALF - RK2 at h 1": 1e-4}, "is RK2", "does not hold"),
+        (
+            {"peak bytes / h 0.25": {"as published": 100, "with refresh": 150, "refreshes": 9}},
+            "memory",
+            "holds in part",
+        ),
+        ({}, "whatever solver attacks", "holds"),
+        (
+            {"FGSM 1 / ALF": dict.fromkeys(ATTACKERS, 0.87)},
+            "whatever solver attacks",
+            "holds",
+        ),  # the attack does little
+        ({"FGSM 16 / ALF": dict.fromkeys(ATTACKERS, 0.5)}, "whatever solver attacks", "does not hold"),
+        ({}, "more robust", "does not hold"),
+    ],
+)
+def test_verdicts_on_other_solvers(changes, words, verdict):
+    assert by_words(solver_verdicts(changes), words).startswith(verdict)
+
+
+def test_verdicts_on_the_twin():
+    assert by_words(solver_verdicts({}), "as an ODE") == "does not hold here"
+    assert by_words(solver_verdicts({}, {"corrected / RK4 / h 0.25": 0.59}), "as an ODE") == "holds"
+    weak = {"FGSM 16 / Euler": {"Euler": 0.3}}
+    assert by_words(solver_verdicts({}, weak), "more robust") == "holds"
+
+
+def test_published_numbers_stand_beside_the_step_they_belong_to():
+    (table, *_), pictures, _ = solvers.show([solver_run("mali", 0.9), solver_run("resnet", 0.9)])
+    assert [str(cell) for cell in table.rows[0][:4]] == ["NODE (MALI)", "ALF", "90.0 (42.3)", "90.0 (69.6)"]
+    assert pictures[0].svg.startswith("<svg")
+
+
+def feasibility_run(fits: dict[str, bool]) -> list[Found]:
+    sizes = {"bytes_per_image": 1e8, "bytes_for_64": 6.4e9, "largest_batch": 100, "same_steps": True}
+    results = {"fits": {f"large / h 0.25 / {m}": {**sizes, "fits": fit} for m, fit in fits.items()}}
+    config = {"stems": ["large"], "settings": ["h 0.25"]}
+    return [Found(Record("feasibility", "cpu", config, "python", results), "records/x.json")]
+
+
+def test_the_claim_about_imagenet_is_judged():
+    all_ = ("resnet", "naive", "adjoint", "aca", "mali")
+    for unfit, verdict in [(("naive", "aca"), "holds"), (("naive",), "holds in part"), ((), "does not hold here")]:
+        found = feasibility.show(feasibility_run({m: m not in unfit for m in all_}))
+        assert found[2][0].verdict == verdict
+
+
+def test_only_runs_of_a_preset_are_shown():
+    preset = report.as_json(report.dataclasses.asdict(report.EXPERIMENTS["cifar10"].presets["cpu"]))
+
+    def changes(**more: Any) -> dict[str, Any]:
+        return report._changes(Record("cifar10", "cpu", {**preset, **more}, "", {}))
+
+    assert changes(method="aca", seed=3) in report.SHOWN
+    assert changes(rtol=0.1, atol=0.01) in report.SHOWN
+    assert changes(epochs=1) not in report.SHOWN and changes(rtol=0.1) not in report.SHOWN

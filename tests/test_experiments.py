@@ -191,7 +191,7 @@ def test_a_failing_run_does_not_stop_the_others(counting):
 
 def test_the_command_line_lists_and_runs(tmp_path):
     listed = command("list", out=tmp_path).stdout
-    assert all(name in listed for name in EXPERIMENTS)
+    assert all(name in listed for name in EXPERIMENTS if name != "tiny")  # of test_training.py
     for said in ("done in", "finished before"):
         done = command("run", "explain", "--preset", "smoke", "--jobs", "2", out=tmp_path)
         assert done.returncode == 0, done.stdout + done.stderr

@@ -43,6 +43,7 @@ class ImagesConfig(Config):
     data: str = "digits"  # mnist, cifar10, folder
     network: str = "small"  # stack, resnet18, resnet18_large
     norm: str = "batch"  # group, sync
+    momentum_in_f: float = 0.1  # of BatchNorm's running statistics, which every evaluation of f updates
     method: str = "mali"
     rtol: float | None = None
     atol: float | None = None
@@ -66,7 +67,10 @@ class ImagesConfig(Config):
 SMALL_CIFAR = ImagesConfig(
     data="cifar10", n_train=10_000, n_validation=1000, n_test=2000, epochs=8, batch=128, pad=2, flip=True
 )
-DIGITS = {"smoke": ImagesConfig(n_train=256, n_validation=100, n_test=100, epochs=1), "cpu": ImagesConfig()}
+DIGITS = {
+    "smoke": ImagesConfig(n_train=256, n_validation=100, n_test=100, epochs=1),
+    "cpu": ImagesConfig(momentum_in_f=0.01),
+}
 MNIST = {
     "smoke": ImagesConfig(data="mnist", n_train=128, n_validation=64, n_test=64, epochs=1),
     "cpu": ImagesConfig(data="mnist", n_train=10_000, n_validation=1000, n_test=2000, epochs=5, batch=128, pad=2),
@@ -359,6 +363,10 @@ def network(config: ImagesConfig, n_classes: int) -> Network:
     if config.norm not in (*ode_resnet.NORMS, "sync"):
         raise BadOption(f"There is no norm {config.norm!r}; there are {', '.join((*ode_resnet.NORMS, 'sync'))}.")
     found = made[config.network]()
+    for block in found.blocks():
+        for part in block.modules():
+            if isinstance(part, nn.BatchNorm2d):
+                part.momentum = config.momentum_in_f
     if config.norm == "sync":
         nn.SyncBatchNorm.convert_sync_batchnorm(found)  # in place
     return found

@@ -27,6 +27,7 @@ class SolversConfig(ImagesConfig):
 
     network: str = "stack"
     h: float | None = 0.25
+    momentum_in_f: float = 0.02  # a solve evaluates f five times: of 0.1 each, it would remember two batches
     sizes: tuple[float, ...] = (1.0, 0.5, 0.25, 0.15, 0.1)
     tolerances: tuple[float, ...] = (1.0, 0.1, 0.01)
     epsilons: tuple[float, ...] = (1.0, 2.0, 16.0, 32.0)

@@ -77,6 +77,14 @@ def test_one_step_of_alf_is_one_of_the_midpoint_rule():
     assert (half - other).abs().max() > 1e-6
 
 
+def test_running_statistics_in_f_have_a_momentum_of_their_own():
+    config = images.ImagesConfig(momentum_in_f=0.02)
+    net = images.network(config, 10)
+    inside = [part.momentum for block in net.blocks() for part in block.modules() if isinstance(part, nn.BatchNorm2d)]
+    everywhere = [part.momentum for part in net.modules() if isinstance(part, nn.BatchNorm2d)]
+    assert inside == [0.02] * 4 and everywhere.count(0.1) == len(everywhere) - 4 > 0
+
+
 def test_group_norm_sees_one_image_at_a_time():
     torch.manual_seed(0)
     network = ode_resnet.small(normalise(1), 10, MALI, ode_resnet.group_norm, n_in=1)

@@ -96,12 +96,6 @@ class InMemory:
     n_per_epoch: int | None = None
     batch_in_tests: int = 128  # with several processes, each needs one batch
 
-    @property
-    def n_batches(self) -> int:
-        """Of an epoch; what schedules by step want to know."""
-        n = len(self.train_set[0])
-        return -(-(n if self.n_per_epoch is None else min(n, self.n_per_epoch)) // self.batch)
-
     def train(self, epoch: int, order: torch.Generator, subsample: torch.Generator) -> Iterable:
         n = len(self.train_set[0])
         if self.n_per_epoch is None:

@@ -424,7 +424,7 @@ def summary(config: ImagesConfig, run: Run, done: Trained, found: Augmented | Fo
         "test_accuracy_of_best_test_epoch": max(by_epoch),
         "evaluations": {name: run.metrics[f"evaluations_{name}"][-1] for name in ("forward", "backward")},
         "parameters": parameters,
-        "peak_bytes": _peak_of_a_step(config, run, done, found) if parameters < LARGE else None,
+        "peak_bytes": _peak_of_a_step(run, done, found) if parameters < LARGE else None,
         "seeds": done.seeds,
     }
 
@@ -432,7 +432,7 @@ def summary(config: ImagesConfig, run: Run, done: Trained, found: Augmented | Fo
 LARGE = 1_000_000  # parameters: then memory is what `feasibility` measures, and a processor would take long
 
 
-def _peak_of_a_step(config: ImagesConfig, run: Run, done: Trained, found: Augmented | FolderBatches) -> int:
+def _peak_of_a_step(run: Run, done: Trained, found: Augmented | FolderBatches) -> int:
     batch: Any = next(iter(found.train(0, run.generator("order", 0), run.generator("subsample", 0))))
     network: Any = done.module.network
     return peak_bytes(network, batch)

@@ -60,12 +60,24 @@ def test_the_paper_s_words_for_speed_are_taken_one_by_one(naive, adjoint, aca, v
 
 def test_accuracies_and_equal_tolerances_are_judged():
     runs = [image_run("mali", 0.600), image_run("aca", 0.612), image_run("resnet", 0.605), image_run("naive", 0.595)]
-    runs.append(image_run("naive", 0.6, 5.0, rtol=0.1))
-    found = verdicts(runs)
+    runs += [image_run("naive", 0.6, 5.0, rtol=0.1), image_run("adjoint", 0.6, 9.0, rtol=0.1)]
+    assert not [text for text in verdicts(runs) if "more accurate than naive" in text]  # without the adjoint
+    found = verdicts([*runs, image_run("adjoint", 0.598)])
     assert by_words(found, "as accurate as ACA") == "does not hold here"
     assert by_words(found, "as its ResNet twin") == "holds"
     assert by_words(found, "more accurate than naive") == "does not hold here"
     assert by_words(found, "At the same tolerances") == "does not hold here"
+
+
+def test_methods_are_compared_with_the_same_seeds():
+    runs = [
+        image_run("mali", 0.6),
+        image_run("mali", 0.9, seed=1),
+        image_run("aca", 0.6),
+        image_run("aca", 0.1, seed=2),
+    ]
+    assert by_words(verdicts(runs), "as accurate as ACA") == "holds"
+    assert verdicts([image_run("mali", 0.6), image_run("aca", 0.6, seed=1)]) == {}
 
 
 def test_commands_ask_for_what_was_run_and_nothing_else():

@@ -185,41 +185,63 @@ def verdict(holds: Sequence[bool]) -> str:
     return "holds" if all(holds) else "holds in part" if any(holds) else "does not hold here"
 
 
+def together(groups: Groups, *names: str) -> Groups:
+    """The groups named, with the seeds that all of them have; none where one is missing."""
+    if any(name not in groups for name in names):
+        return {}
+    seeds = set.intersection(*({one.record.config["seed"] for one in groups[name]} for name in names))
+    kept = {name: [one for one in groups[name] if one.record.config["seed"] in seeds] for name in names}
+    return kept if seeds else {}
+
+
+def seeds_of(groups: Groups) -> str:
+    n = len(next(iter(groups.values())))
+    return f"{n} seeds" if n > 1 else "1 seed"
+
+
 def _claims(groups: Groups, of: str) -> list[Claim]:
+    """Each of the methods that it names, with the same seeds; not made where one of them was not run."""
     claims, where = [], f"Section 4.2, Figure 5; here {of}"
-    paths = [one.path for group in groups.values() for one in group[:1]]
 
-    def has(*names: str) -> bool:
-        return all(name in groups for name in names)
+    def claim(text: str, holds: Sequence[bool], numbers: str, its: Groups, where: str = where) -> None:
+        paths = [group[0].path for group in its.values()]
+        claims.append(Claim(where, text, verdict(holds), f"{numbers} ({seeds_of(its)}.)", paths))
 
-    if has("MALI", "ACA"):
-        mali, aca = accuracy(groups["MALI"]), accuracy(groups["ACA"])
-        numbers = f"MALI {mali:.1f} %, ACA {aca:.1f} %: a difference of {abs(mali - aca):.2f} points (1 allowed"
-        numbers += f"; its standard error is {standard_error(groups['MALI'], groups['ACA'])})."
-        text = "MALI is as accurate as ACA"
+    if its := together(groups, "MALI", "ACA"):
+        mali, aca = accuracy(its["MALI"]), accuracy(its["ACA"])
+        numbers = f"MALI {mali:.1f} %, ACA {aca:.1f} %: a difference of {abs(mali - aca):.2f} points; 1 allowed, "
+        numbers += f"its standard error is {standard_error(its['MALI'], its['ACA'])}."
         same = abs(mali - aca) <= 1 + 1e-4  # accuracies are float32
-        claims.append(Claim(where, text, verdict([same]), numbers, paths))
-    rest = [name for name in ("naive", "adjoint") if name in groups]
-    if has("MALI") and rest:
-        found = {name: accuracy(groups[name]) for name in rest}
-        numbers = f"MALI {accuracy(groups['MALI']):.1f} %, " + ", ".join(f"{n} {x:.1f} %" for n, x in found.items())
-        numbers += " (own tolerances; means over seeds; more accurate: by 1 point)."
-        text = "MALI is more accurate than naive and adjoint"
-        better = [accuracy(groups["MALI"]) > x + 1 for x in found.values()]
-        claims.append(Claim(where, text, verdict(better), numbers, paths))
-        claims += _speed(groups, of, paths)
-    if has("MALI", "ACA", "naive"):
-        peaks = {n: statistics.fmean(results(groups[n], "peak_bytes")) / 1e6 for n in ("MALI", "ACA", "naive")}
-        numbers = "Peak MB of one step: " + ", ".join(f"{n} {x:.1f}" for n, x in peaks.items())
-        numbers += " (naive with Dopri5 at 1e-5, the others at 0.1 / 0.01)."
-        ordered = [peaks["MALI"] <= peaks["ACA"], peaks["ACA"] <= peaks["naive"]]
-        text = "MALI needs no more memory than ACA, ACA no more than naive, at the same batch"
-        claims.append(Claim(where, text, verdict(ordered), numbers, paths))
-    if has("MALI", "ResNet"):
-        mali, resnet = accuracy(groups["MALI"]), accuracy(groups["ResNet"])
-        numbers = f"MALI {mali:.1f} %, its ResNet twin {resnet:.1f} % (same f, same parameters; 1 point allowed)."
+        claim("MALI is as accurate as ACA", [same], numbers, its)
+    if its := together(groups, "MALI", "naive", "adjoint"):
+        found = {name: accuracy(group) for name, group in its.items()}
+        numbers = ", ".join(f"{name} {x:.1f} %" for name, x in found.items())
+        numbers += ": own tolerances; more accurate is by 1 point."
+        better = [found["MALI"] > found[name] + 1 for name in ("naive", "adjoint")]
+        claim("MALI is more accurate than naive and adjoint", better, numbers, its)
+    if its := together(groups, "MALI", *SPEED):
+        times, parts = _times(its)
+        numbers = f"Time of an epoch over MALI's, each at its own tolerances: {', '.join(parts)}."
+        text = "MALI is almost two times as fast as the adjoint, three times as fast as naive, and similar to ACA"
+        claim(text, [fits(times[name]) for name, fits in SPEED.items()], numbers, its)
+    if its := together(groups, "MALI", "naive, 0.1", "adjoint, 0.1"):
+        times, parts = _times(its)
+        numbers = f"Time of an epoch over MALI's, all at 0.1 / 0.01: {', '.join(parts)}."
+        text = "At the same tolerances MALI is faster than naive and adjoint"
+        elsewhere = f"not in the paper, whose tolerances differ; here {of}"
+        claim(text, [ratio > 1 for ratio in times.values()], numbers, its, elsewhere)
+    for naive, tolerances in (("naive", "1e-5"), ("naive, 0.1", "0.1 / 0.01, as the others")):
+        if its := together(groups, "MALI", "ACA", naive):
+            peaks = {name: statistics.fmean(results(group, "peak_bytes")) / 1e6 for name, group in its.items()}
+            numbers = f"Peak MB of one step: {', '.join(f'{n} {x:.1f}' for n, x in peaks.items())}; "
+            numbers += f"naive with Dopri5 at {tolerances}."
+            ordered = [peaks["MALI"] <= peaks["ACA"], peaks["ACA"] <= peaks[naive]]
+            claim(f"Memory at the same batch: MALI <= ACA <= {naive}", ordered, numbers, its)
+    if its := together(groups, "MALI", "ResNet"):
+        mali, resnet = accuracy(its["MALI"]), accuracy(its["ResNet"])
+        numbers = f"MALI {mali:.1f} %, its ResNet twin {resnet:.1f} %: same f, same parameters; 1 point allowed."
         text = "A Neural ODE trained with MALI is at least as accurate as its ResNet twin"
-        claims.append(Claim(where, text, verdict([mali >= resnet - 1]), numbers, paths))
+        claim(text, [mali >= resnet - 1], numbers, its)
     return claims
 
 
@@ -230,25 +252,15 @@ SPEED: dict[str, Callable[[float], bool]] = {  # what a time over MALI's must be
 }
 
 
-def _speed(groups: Groups, of: str, paths: list[str]) -> list[Claim]:
-    mali, times, parts = groups["MALI"], {}, {}
-    for name in ("naive", "adjoint", "ACA", "naive, 0.1", "adjoint, 0.1"):
-        if name in groups:
-            times[name] = mean(groups[name], training_seconds) / mean(mali, training_seconds)
-            asked = mean(groups[name], evaluations) / mean(mali, evaluations)
-            parts[name] = f"{name} {short(times[name])} x ({short(asked)} x the evaluations)"
-    own = [name for name in SPEED if name in times]
-    numbers = f"Time of an epoch over MALI's: {', '.join(parts[name] for name in own)}."
-    text = "MALI is almost two times as fast as the adjoint, three times as fast as naive, and similar to ACA"
-    where = f"Section 4.2, Figure 5; here {of}"
-    claims = [Claim(where, text, verdict([SPEED[name](times[name]) for name in own]), numbers, paths)]
-    equal = [name for name in times if name not in SPEED]
-    if equal:
-        numbers = f"Time of an epoch over MALI's, all at 0.1 / 0.01: {', '.join(parts[name] for name in equal)}."
-        text = "At the same tolerances MALI is faster than naive and adjoint"
-        where = f"not in the paper, whose tolerances differ; here {of}"
-        claims.append(Claim(where, text, verdict([times[name] > 1 for name in equal]), numbers, paths))
-    return claims
+def _times(groups: Groups) -> tuple[dict[str, float], list[str]]:
+    """Of the others over MALI's, and in words."""
+    mali, times, parts = groups["MALI"], {}, []
+    for name, group in groups.items():
+        if name != "MALI":
+            times[name] = mean(group, training_seconds) / mean(mali, training_seconds)
+            asked = mean(group, evaluations) / mean(mali, evaluations)
+            parts.append(f"{name} {short(times[name])} x ({short(asked)} x the evaluations)")
+    return times, parts
 
 
 def show(found: list[Found]) -> Shown:

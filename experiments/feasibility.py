@@ -12,13 +12,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.nn import functional as F
 
 import torchmali as tm
-from experiments.images import METHODS, NORMALISE, as_published
+from experiments.images import METHODS, NORMALISE, one_step
 from experiments.models.ode_resnet import RESNET, How, Normalise, resnet18
 from experiments.runner import Config, Run
-from torchmali.measure import LiveBytes
 
 LIMIT = 11e9  # bytes of the paper's GPUs
 PER_GPU = 64  # images of a batch of 256 on four
@@ -59,13 +57,11 @@ def peak(config: FeasibilityConfig, stem: str, how: How, batch: int) -> dict[str
     torch.manual_seed(config.seed)
     network = resnet18(Normalise(*NORMALISE["folder"]), 1000, how, stem=stem)
     x, y = torch.rand(batch, 3, config.side, config.side), torch.randint(1000, (batch,))
-    with as_published(), LiveBytes() as live:
-        F.cross_entropy(network(x), y).backward()
-    stats = [block.last_stats for block in network.blocks()]
+    found, stats = one_step(network, (x, y))
     return {
-        "peak": live.peak,
-        "steps": [s.n_steps for s in stats if s],
-        "evaluations": [sum(s.n_evals_forward for s in stats if s), sum(s.n_evals_backward for s in stats if s)],
+        "peak": found,
+        "steps": [s.n_steps for s in stats],
+        "evaluations": [sum(s.n_evals_forward for s in stats), sum(s.n_evals_backward for s in stats)],
         "parameters": sum(p.numel() for p in network.parameters()),
     }
 

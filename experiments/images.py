@@ -88,7 +88,7 @@ CIFAR = {
         drops=(30, 60),
         pad=4,
         flip=True,
-    ),  # fmt: skip
+    ),
 }
 FOLDER = {
     "smoke": ImagesConfig(data="folder", network="resnet18_large", h=0.25, n_validation=4, epochs=1, batch=4, size=64),
@@ -105,7 +105,7 @@ FOLDER = {
         flip=True,
         devices=4,
         workers=8,
-    ),  # fmt: skip
+    ),
 }
 
 
@@ -435,13 +435,18 @@ LARGE = 1_000_000  # parameters: then memory is what `feasibility` measures, and
 def _peak_of_a_step(run: Run, done: Trained, found: Augmented | FolderBatches) -> int:
     batch: Any = next(iter(found.train(0, run.generator("order", 0), run.generator("subsample", 0))))
     network: Any = done.module.network
-    return peak_bytes(network, batch)
+    return one_step(network, batch).peak_bytes
 
 
-def peak_bytes(network: nn.Module, batch: tuple[Tensor, Tensor]) -> int:
-    """Of live tensors, in a forward and backward pass with a batch. Of a copy: BatchNorm would remember it."""
+class OneStep(NamedTuple):
+    peak_bytes: int
+    stats: list[tm.Stats]
+
+
+def one_step(network: Network, batch: tuple[Tensor, Tensor]) -> OneStep:
+    """A forward and backward pass with a batch, of a copy: BatchNorm would remember it."""
     twin = copy.deepcopy(network).train()
     twin.zero_grad(set_to_none=True)
     with as_published(), LiveBytes() as live:
         F.cross_entropy(twin(batch[0]), batch[1]).backward()
-    return live.peak
+    return OneStep(live.peak, [block.last_stats for block in twin.blocks() if block.last_stats])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -13,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import torchmali as tm
-from experiments.images import Augmented, ImagesConfig, peak_bytes, pixels, summary, trained
+from experiments.images import Augmented, ImagesConfig, one_step, pixels, summary, trained
 from experiments.models.ode_resnet import RESNET, How, Network
 from experiments.quirks import UnguardedLastStep, overshot
 from experiments.runner import BadOption, Run
@@ -45,7 +44,7 @@ PRESETS = {
         tolerances=(0.1,),
         epsilons=(8.0,),
         pgd_steps=2,
-    ),  # fmt: skip
+    ),
     "cpu": SolversConfig(epochs=25, drops=(15,)),
     "cpu-cifar10": SolversConfig(
         data="cifar10",
@@ -59,7 +58,7 @@ PRESETS = {
         flip=True,
         epsilons=(1.0, 2.0, 4.0),
         n_attacked=1000,
-    ),  # fmt: skip
+    ),
 }
 
 FIXED: dict[str, tm.Solver] = {
@@ -194,9 +193,6 @@ def peak(network: Network, h: float, batch: tuple[Tensor, Tensor]) -> dict[str, 
     found = {}
     for name, solver in (("as published", tm.ALF(refresh="never")), ("with refresh", tm.ALF())):
         network.resolved(How(solver, tm.FixedStep(h), tm.MALI()))
-        found[name] = peak_bytes(network, batch)
-    twin = copy.deepcopy(network).train()
-    with torch.no_grad():
-        twin(batch[0])
-    found["refreshes"] = sum(block.last_stats.n_refreshes for block in twin.blocks() if block.last_stats)
+        found[name], stats = one_step(network, batch)
+        found["refreshes"] = sum(each.n_refreshes for each in stats)
     return found

@@ -438,6 +438,14 @@ def _peak_of_a_step(run: Run, done: Trained, found: Augmented | FolderBatches) -
     return one_step(network, batch).peak_bytes
 
 
+def peak_bytes(network: nn.Module, batch: tuple[Tensor, Tensor]) -> int:
+    """Of live tensors, in a forward and backward pass."""
+    network.zero_grad(set_to_none=True)
+    with as_published(), LiveBytes() as live:
+        F.cross_entropy(network(batch[0]), batch[1]).backward()
+    return live.peak
+
+
 class OneStep(NamedTuple):
     peak_bytes: int
     stats: list[tm.Stats]
@@ -446,7 +454,5 @@ class OneStep(NamedTuple):
 def one_step(network: Network, batch: tuple[Tensor, Tensor]) -> OneStep:
     """A forward and backward pass with a batch, of a copy: BatchNorm would remember it."""
     twin = copy.deepcopy(network).train()
-    twin.zero_grad(set_to_none=True)
-    with as_published(), LiveBytes() as live:
-        F.cross_entropy(twin(batch[0]), batch[1]).backward()
-    return OneStep(live.peak, [block.last_stats for block in twin.blocks() if block.last_stats])
+    peak = peak_bytes(twin, batch)
+    return OneStep(peak, [block.last_stats for block in twin.blocks() if block.last_stats])

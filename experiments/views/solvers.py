@@ -221,6 +221,7 @@ def _draw(groups: Groups) -> Figure:
         loss.plot(epochs, mean("train_loss"), "o-", markersize=3, linewidth=1.5, color=COLORS[name], label=name)
         for key, style in (("train_accuracy", "--"), ("validation_accuracy", "-")):
             accuracy.plot(epochs, [100 * x for x in mean(key)], style, linewidth=1.5, color=COLORS[name])
+    loss.set_yscale("log")
     loss.legend(frameon=False, fontsize=9)
     return figure
 

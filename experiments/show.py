@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import html
 import io
+import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -168,8 +169,10 @@ def log_scale(ax: Axes, x: bool = False) -> None:
 
 def short(x: float | None, digits: int = 2) -> str:
     """1.1e-05 as 1.1e-5, 123456 as 123,456."""
-    if x is None:
+    if x is None or math.isnan(x):
         return "-"
+    if math.isinf(x):
+        return "infinite"
     if isinstance(x, int) or (x == int(x) and abs(x) < 1e7):
         return f"{int(x):,}"
     text = f"{x:.{digits}g}" if abs(x) >= 1e-3 else f"{x:.{digits - 1}e}"

@@ -62,10 +62,16 @@ def test_accuracies_and_equal_tolerances_are_judged():
     runs = [image_run("mali", 0.600), image_run("aca", 0.612), image_run("resnet", 0.605), image_run("naive", 0.595)]
     runs += [image_run("naive", 0.6, 5.0, rtol=0.1), image_run("adjoint", 0.6, 9.0, rtol=0.1)]
     assert not [text for text in verdicts(runs) if "more accurate than naive" in text]  # without the adjoint
+    seeds = [
+        image_run(name, x, seed=s) for name, x in (("mali", 0.6), ("naive", 0.58), ("adjoint", 0.595)) for s in (0, 1)
+    ]
+    assert by_words(verdicts(seeds), "more accurate than naive") == "holds in part"  # the adjoint by half a point
+    noisy = [*seeds[:2], image_run("naive", 0.52), image_run("naive", 0.64, seed=1), *seeds[4:]]
+    assert by_words(verdicts(noisy), "more accurate than naive") == "does not hold here"
     found = verdicts([*runs, image_run("adjoint", 0.598)])
     assert by_words(found, "as accurate as ACA") == "does not hold here"
     assert by_words(found, "as its ResNet twin") == "holds"
-    assert by_words(found, "more accurate than naive") == "does not hold here"
+    assert by_words(found, "more accurate than naive") == "not testable here"  # with one seed
     assert by_words(found, "At the same tolerances") == "does not hold here"
 
 

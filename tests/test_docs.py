@@ -3,14 +3,19 @@
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 import torchmali as tm
+from experiments.record import Record
+from experiments.show import Found
+from experiments.views import images
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
+IMAGES = ROOT / "experiments" / "records" / "cifar10"
 
 
 class Slope(nn.Module):
@@ -69,3 +74,11 @@ def test_the_readmes_benchmark_is_the_record():
             ratio = record[workload]["time_ratios"].get(f"{method} / lb_eager", {"median": 1})["median"]
             cells += ["1" if ratio == 1 else f"{ratio:.2f}", f"{record[workload]['peak_bytes'][method] / 1e6:.2f}"]
         assert re.search(rf"^\| {label} \| {re.escape(' | '.join(cells))} \|$", README.read_text(), re.M), method
+
+
+def test_the_readme_has_the_numbers_of_cifar_10():
+    found = [Found(Record.read(path), path.name) for path in sorted(IMAGES.glob("cpu*.json"))]
+    rows: dict[str, Any] = {str(row[0]): row for row in images.show(found)[0][0].rows}
+    for method in ("MALI", "ACA", "naive", "adjoint"):
+        cells = " | ".join(rows[method][i].text for i in (2, 4, 6))
+        assert re.search(rf"^\| \**{method}\** \(.*?\) \| {re.escape(cells)} \|$", README.read_text(), re.M), method

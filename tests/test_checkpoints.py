@@ -50,7 +50,7 @@ def test_a_thousand_damped_steps_are_differentiated_in_float32(eta):
     assert stats.n_evals_backward == 1001
 
 
-@pytest.mark.parametrize("eta", [0.95, 0.7])
+@pytest.mark.parametrize("eta", [pytest.param(0.95, marks=pytest.mark.slow), 0.7])
 def test_checkpoints_take_the_bytes_of_the_formula(eta):
     """Between 500 and 1500 steps the peak grows by (z, v) for each further checkpoint."""
     net, y0 = problem()

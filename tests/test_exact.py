@@ -110,7 +110,7 @@ def test_every_refresh_policy_is_rebuilt_to_the_bit_on_both_grids(refresh, arith
     assert_rebuilt(case)
 
 
-@pytest.mark.parametrize("name", ["van_der_pol", "decay"])
+@pytest.mark.parametrize("name", [pytest.param("van_der_pol", marks=pytest.mark.slow), "decay"])
 def test_ten_thousand_steps_are_rebuilt_to_the_bit(name):
     case = solved(name, tm.ALF(), in_steps(name, 10_000))
     assert case.stats.n_steps == 10_000 and case.stats.n_refreshes > 0 and case.stats.n_rescales > 0

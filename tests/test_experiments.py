@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import io
 import json
 import os
 import re
@@ -189,13 +190,20 @@ def test_a_failing_run_does_not_stop_the_others(counting):
     assert "on purpose" in text and "f cpu-two: done" in text
 
 
-def test_the_command_line_lists_and_runs(tmp_path):
-    listed = command("list", out=tmp_path).stdout
-    assert all(name in listed for name in EXPERIMENTS if name != "tiny")  # of test_training.py
-    for said in ("done in", "finished before"):
-        done = command("run", "explain", "--preset", "smoke", "--jobs", "2", out=tmp_path)
+def test_the_command_line_runs(tmp_path):
+    for jobs, said in (("2", "done in"), ("1", "finished before")):
+        done = command("run", "explain", "--preset", "smoke", "--jobs", jobs, out=tmp_path)
         assert done.returncode == 0, done.stdout + done.stderr
         assert done.stdout.startswith(f"explain smoke: {said}")
+
+
+def test_the_command_line_lists_all_there_is(monkeypatch):
+    with io.StringIO() as file:
+        monkeypatch.setattr(__main__, "console", Console(file=file, width=200))
+        __main__.list_()
+        listed = file.getvalue()
+    assert all(name in listed for name in EXPERIMENTS)
+    assert "estimated" in listed  # what a run of the published size would cost
 
 
 @pytest.mark.parametrize(
@@ -214,7 +222,7 @@ def test_what_is_not_there_is_told(words, said, monkeypatch, capsys):
 def test_smoke_presets_run(name, tmp_path, monkeypatch):
     monkeypatch.setattr(runner, "RECORDS", tmp_path / "records")
     monkeypatch.setattr(runner, "RUNS", tmp_path / "runs")
-    task = runner.Task(EXPERIMENTS[name], "smoke", {})
+    task = runner.Task(EXPERIMENTS[name], "smoke", {"side": 48} if name == "feasibility" else {})
     runner.perform(task, runner.Options(), lambda done, text: None)
     assert Record.read(task.path).finished
 

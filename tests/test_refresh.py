@@ -127,7 +127,7 @@ def test_gradients_of_long_solves_equal_those_with_kept_states(ode, order, n_ste
 
 
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("ode", [VAN_DER_POL, LORENZ], ids=repr)
+@pytest.mark.parametrize("ode", [VAN_DER_POL, pytest.param(LORENZ, marks=pytest.mark.slow)], ids=repr)
 def test_checkpoints_spare_the_second_solve(ode):
     """With a state kept now and then nothing drifts, and every evaluation of the way back is needed once."""
     solver, n_steps = tm.ALF(order=6), 400

@@ -222,7 +222,7 @@ def test_what_is_not_there_is_told(words, said, monkeypatch, capsys):
 def test_smoke_presets_run(name, tmp_path, monkeypatch):
     monkeypatch.setattr(runner, "RECORDS", tmp_path / "records")
     monkeypatch.setattr(runner, "RUNS", tmp_path / "runs")
-    task = runner.Task(EXPERIMENTS[name], "smoke", {"side": 48} if name == "feasibility" else {})
+    task = runner.Task(EXPERIMENTS[name], "smoke", {})
     runner.perform(task, runner.Options(), lambda done, text: None)
     assert Record.read(task.path).finished
 

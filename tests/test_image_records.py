@@ -1,0 +1,59 @@
+"""What the committed records of images show: floors below which nothing was learned, and claims that must hold."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+
+import pytest
+
+from experiments.record import Record
+from experiments.show import Found
+from experiments.views.images import accuracy, grouped, mean, together, training_seconds
+
+METHODS = ("mali", "adjoint", "resnet")
+RECORDS = Path(__file__).resolve().parents[1] / "experiments" / "records"
+
+
+def records(experiment: str, preset: str = "cpu") -> list[Found]:
+    found = [Found(Record.read(path), path.name) for path in sorted((RECORDS / experiment).glob("cpu*.json"))]
+    return [one for one in found if one.record.preset == preset and one.record.finished]
+
+
+@pytest.mark.parametrize(("experiment", "percent", "seeds"), [("digits", 97, 5), ("mnist", 97, 1), ("cifar10", 50, 3)])
+def test_mali_learns(experiment, percent, seeds):
+    group = grouped(records(experiment))["MALI"]
+    assert len(group) >= seeds and accuracy(group) >= percent
+
+
+def test_every_method_of_digits_was_run_with_five_seeds():
+    groups = grouped(records("digits"))
+    for name in ("naive", "adjoint", "seminorm", "ACA", "MALI"):
+        assert [one.record.config["seed"] for one in groups[name]] == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("experiment", ["cifar10", "digits"])
+def test_mali_is_as_accurate_as_aca_and_faster_than_naive_and_adjoint(experiment):
+    groups = grouped(records(experiment))
+    its = together(groups, "MALI", "ACA")
+    assert len(its["MALI"]) >= 3 and abs(accuracy(its["MALI"]) - accuracy(its["ACA"])) <= 1 + 1e-4
+    its = together(groups, "MALI", "naive", "adjoint")
+    assert len(its["MALI"]) >= 2
+    for name in ("naive", "adjoint"):
+        assert mean(its[name], training_seconds) > mean(its["MALI"], training_seconds)
+
+
+def test_a_neural_ode_keeps_its_accuracy_under_other_solvers_and_a_resnet_does_not():
+    by = {m: [one.record.results for one in records("solvers") if one.record.config["method"] == m] for m in METHODS}
+    assert all(len(runs) == 3 for runs in by.values())
+    steps = [f"corrected / {solver} / h {h:g}" for solver in ("ALF", "RK2", "RK4") for h in (0.25, 0.15, 0.1)]
+
+    def percent(method: str, cell: str) -> float:
+        return 100 * statistics.fmean(run["cells"][cell] for run in by[method])
+
+    def own(method: str) -> float:
+        return 100 * statistics.fmean(run["test_accuracy_last"] for run in by[method])
+
+    assert all(abs(percent("mali", cell) - own("mali")) <= 2 for cell in steps)
+    assert all(percent("resnet", cell) <= own("resnet") - 30 for cell in steps)
+    assert all(run["cells"]["ALF - RK2 at h 1"] <= 1e-5 for run in by["mali"])

@@ -42,6 +42,9 @@ def run(
     max_seconds: Annotated[float | None, typer.Option(help="for each run; the same command goes on later")] = None,
     force: Annotated[bool, typer.Option("--force", help="run again what is finished")] = False,
     keep_weights: Annotated[bool, typer.Option("--keep-weights", help="beside the record, up to 5 MB")] = False,
+    any_code: Annotated[
+        bool, typer.Option("--any-code", help="go on from checkpoints of code that has changed since")
+    ] = False,
     data_dir: Annotated[Path | None, typer.Option(help="where data sets are; default: TORCHMALI_DATA")] = None,
 ) -> None:
     """Run an experiment; go on with one that was stopped; skip one that is finished."""
@@ -49,7 +52,7 @@ def run(
     for experiment in map(_known, name.split(",")):
         tasks += tasks_of(experiment, preset, methods, seeds, parsed(experiment, preset, set_ or []))
     try:
-        done = run_all(tasks, Options(force, max_seconds, keep_weights, data_dir), jobs, console)
+        done = run_all(tasks, Options(force, max_seconds, keep_weights, data_dir, any_code), jobs, console)
     except KeyboardInterrupt:
         console.print("Stopped. The same command goes on from the last finished piece or epoch.", highlight=False)
         raise typer.Exit(130) from None

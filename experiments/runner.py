@@ -148,8 +148,10 @@ class Run:
     tell: Tell = lambda done, text: None  # noqa: E731
     deadline: float = float("inf")  # of time.monotonic()
     data_dir: Path | None = None
+    any_code: bool = False  # go on from checkpoints of code that has changed since
     metrics: dict[str, list] = field(default_factory=dict)
     seconds: dict[str, Any] = field(default_factory=dict)
+    so_far: dict[str, Any] = field(default_factory=dict)  # results, should time run out
     notes: list[str] = field(default_factory=list)  # what was amiss, in sentences for whoever asked for the run
 
     def __post_init__(self):
@@ -247,6 +249,7 @@ class Options(NamedTuple):
     max_seconds: float | None = None
     keep_weights: bool = False
     data_dir: Path | None = None
+    any_code: bool = False
 
 
 def perform(task: Task, options: Options, tell: Tell) -> str:
@@ -275,12 +278,12 @@ def _perform(task: Task, options: Options, tell: Tell) -> str:
     if options.force:
         shutil.rmtree(task.folder, ignore_errors=True)
     deadline = float("inf") if options.max_seconds is None else time.monotonic() + options.max_seconds
-    run = Run(task, tell, deadline, options.data_dir)
+    run = Run(task, tell, deadline, options.data_dir, options.any_code)
     start = time.perf_counter()
     try:
         results, finished = task.experiment.main(task.config, run), True
     except OutOfTime:
-        results, finished = {}, False
+        results, finished = run.so_far, False
     note += "".join(f"{sentence} " for sentence in run.notes)
     spent = run.seconds.get("before", 0.0) + time.perf_counter() - start
     run.seconds["total"] = spent
@@ -290,12 +293,26 @@ def _perform(task: Task, options: Options, tell: Tell) -> str:
             task.experiment.name, task.preset, config, task.command, as_json(results), run.metrics, run.seconds,
             finished=finished, made={**made_with(), "code": code_hash(task.experiment.main)},
         )  # fmt: skip
-        record.written(task.path)
-    if not finished:
-        return note + "stopped for time; the same command goes on from here"
+        if finished or _epochs(record) >= _epochs(_before(task)):
+            record.written(task.path)
+        else:
+            note += "the record has more epochs than were trained now, and was kept. "
     if options.keep_weights:
         note += _kept_weights(task)
+    if not finished:
+        return note + "stopped for time; the same command goes on from here"
     return note + f"done in {spent:.0f} s"
+
+
+def _before(task: Task) -> Record | None:
+    try:
+        return Record.read(task.path) if task.path.exists() else None
+    except DamagedRecord:
+        return None
+
+
+def _epochs(record: Record | None) -> int:
+    return max(map(len, record.metrics.values()), default=0) if record else 0
 
 
 def _kept_weights(task: Task) -> str:
@@ -423,13 +440,15 @@ def tasks_of(
     if unknown:
         known = ", ".join(experiment.methods) or "none"
         raise BadOption(f"{experiment.name} has no method {unknown[0]!r}; it has {known}.")
+    own = dataclasses.asdict(experiment.presets[preset])
+    differing = {key: value for key, value in changes.items() if key not in own or own[key] != value}
     found = []
     for seed in seeds:
         for method in methods or [None]:
             chosen: dict[str, Any] = {} if method is None else {"method": method}
             if seed != experiment.presets[preset].seed or len(experiment.seeds) > 1:
                 chosen["seed"] = seed
-            found.append(Task(experiment, preset, {**chosen, **changes}))
+            found.append(Task(experiment, preset, {**chosen, **differing}))
     for task in found:
         _ = task.config  # raises what is wrong with it
     return found

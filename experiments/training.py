@@ -7,13 +7,14 @@ one that was not.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import io
 import logging
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,8 @@ from torchmetrics.classification import MulticlassAccuracy
 from experiments.batches import Batches, share
 from experiments.record import set_aside, write_in_one_piece
 from experiments.runner import OutOfTime, Run, code_hash
+from torchmali import ALF, FixedStep
+from torchmali.measure import LiveBytes
 from torchmali.nn.base import SolveModule
 
 N_KEPT = 2  # checkpoints; one more than needed, should the last be damaged
@@ -63,8 +66,7 @@ class Classifier(lightning.LightningModule):
         return loss
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        for name, count in evaluations(self.network).items():
-            self.log(name, float(count), on_step=False, on_epoch=True, batch_size=1, sync_dist=True)
+        log_solves(self, self.network)
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
         images, labels = batch
@@ -84,8 +86,44 @@ class Classifier(lightning.LightningModule):
         optimizer = self.optimizer(self.parameters())
         if self.schedule is None:
             return optimizer
-        schedule = {"scheduler": self.schedule(optimizer), "interval": self.schedule_each}
+        schedule = {"scheduler": self.schedule(optimizer), "interval": self.schedule_each, "monitor": "train_loss"}
         return {"optimizer": optimizer, "lr_scheduler": schedule}
+
+
+def log_solves(module: lightning.LightningModule, network: nn.Module) -> None:
+    """Evaluations and refreshes of the last step, means over an epoch, and the worst error of MALI's way back."""
+    solved = [m.last_stats for m in network.modules() if isinstance(m, SolveModule) and m.last_stats]
+    if not solved:
+        return
+    counts = {
+        **evaluations(network),
+        "refreshes": sum(stats.n_refreshes for stats in solved),
+        "reruns": sum(stats.n_reruns for stats in solved),
+    }
+    for name, count in counts.items():
+        module.log(name, float(count), on_step=False, on_epoch=True, batch_size=1, sync_dist=True)
+    errors = [stats.reconstruction_error for stats in solved if stats.reconstruction_error is not None]
+    if errors:
+        how: Any = {"on_step": False, "on_epoch": True, "reduce_fx": "max", "batch_size": 1, "sync_dist": True}
+        module.log("reconstruction_error", max(errors), **how)
+
+
+def live_peak(step: Callable[[], None]) -> int:
+    with LiveBytes() as live:
+        step()
+    return live.peak
+
+
+def by_h(block: Any, sizes: Sequence[float], step: Callable[[], None]) -> dict[str, int]:
+    """Peak bytes of live tensors in a step, with fixed steps in the block, and without refresh, which keeps states."""
+    controller, solver, found = block.controller, block.solver, {}
+    if isinstance(solver, ALF):
+        block.solver = dataclasses.replace(solver, refresh="never")
+    for h in sizes:
+        block.controller = FixedStep(h)
+        found[f"{h:g}"] = live_peak(step)
+    block.controller, block.solver = controller, solver
+    return found
 
 
 def evaluations(module: nn.Module) -> dict[str, int]:
@@ -144,6 +182,7 @@ def train(
             except SystemExit:  # Lightning's answer to Ctrl-C
                 raise KeyboardInterrupt from None
             if keeper.late:
+                _keep(run.folder / "weights.pt", module.state_dict())
                 raise OutOfTime
         run.tell(1.0, "testing")
         last = _tested(run, module, batches, devices)
@@ -222,7 +261,7 @@ class _Keeper(lightning.Callback):
                 draft.unlink()
         for path in sorted(self.run.folder.glob("epoch-*.ckpt"), reverse=True):
             try:
-                state = _checked(path, self.code)
+                state = _checked(path, None if self.run.any_code else self.code)
             except UselessCheckpoint as error:
                 self._set_aside(path, str(error))
                 continue
@@ -327,7 +366,7 @@ def _checksum_of(path: Path) -> Path:
     return path.with_name(f"{path.name}.sha256")
 
 
-def _checked(path: Path, code: str) -> dict[str, Any]:
+def _checked(path: Path, code: str | None) -> dict[str, Any]:
     checksum = _checksum_of(path)
     try:
         content = path.read_bytes()
@@ -338,7 +377,7 @@ def _checked(path: Path, code: str) -> dict[str, Any]:
     if hashlib.sha256(content).hexdigest() != checksum.read_text(errors="replace").strip():
         raise UselessCheckpoint(f"{path.name} was changed since it was written: its checksum does not fit.")
     state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-    if state["experiment"]["code"] != code:
+    if code is not None and state["experiment"]["code"] != code:
         raise UselessCheckpoint(f"{path.name} was made by code that has changed since.")
     return state
 

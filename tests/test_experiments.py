@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import html
 import io
 import json
@@ -155,6 +156,8 @@ def test_methods_and_seeds_make_a_run_each():
     tasks = runner.tasks_of(COUNTING, "cpu", [], [0, 1], {"n": 2})
     assert [task.name for task in tasks] == ["cpu-one-n=2", "cpu-two-n=2", "cpu-one-n=2-seed1", "cpu-two-n=2-seed1"]
     assert tasks[3].command == "python -m experiments run counting --preset cpu --method two --set n=2 --seed 1"
+    same = dataclasses.asdict(COUNTING.presets["cpu"])["n"]
+    assert [task.name for task in runner.tasks_of(COUNTING, "cpu", ["one"], [0], {"n": same})] == ["cpu-one"]
 
 
 def test_a_record_from_before_a_field_was_added_still_counts(counting, monkeypatch):

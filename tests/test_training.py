@@ -294,6 +294,16 @@ def test_what_a_kill_leaves_behind_does_no_harm(helper, undisturbed, tmp_path):
     assert {path.name for path in folder.iterdir()} == {"log.jsonl", "weights.pt", *kept}
 
 
+@pytest.mark.parametrize("any_code", [False, True])
+def test_what_ran_out_of_time_keeps_its_weights_and_goes_on_with_other_code_if_asked(helper, tmp_path, any_code):
+    for _ in range(2):
+        helper.run(tmp_path, max_seconds=0, code="old")
+    assert (folder_in(tmp_path) / "weights.pt").exists() and not record_in(tmp_path).finished
+    said = helper.run(tmp_path, max_seconds=0, code="new", any_code=any_code)
+    assert ("the record has more epochs" in said) != any_code  # it would begin anew
+    assert len(record_in(tmp_path).metrics["train_loss"]) == (3 if any_code else 2)
+
+
 @pytest.mark.parametrize("schedule", ["epoch", "step"])
 def test_momentum_schedules_dropout_and_noise_go_on_where_they_were(helper, tmp_path, schedule):
     changes = {"schedule": schedule}

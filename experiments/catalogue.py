@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from experiments import accounting, explain, feasibility, images, memory, solvers, stability, toy
+from experiments import accounting, explain, feasibility, images, latent, memory, paths, solvers, stability, toy
 from experiments.runner import Experiment
 
 EXPERIMENTS = {
@@ -119,6 +119,37 @@ EXPERIMENTS = {
             presets=feasibility.PRESETS,
             main=feasibility.main,
             takes={"smoke": "5 s", "cpu": "30 min, 16 GB of memory"},
+        ),
+        Experiment(
+            name="latent",
+            what="a latent ODE that fills the gaps in trajectories of MuJoCo's Hopper, by gradient method",
+            shows="Table 4; Table 7",
+            presets=latent.PRESETS,
+            main=latent.main,
+            takes={"smoke": "10 s a method", "cpu": "6 min a run", "paper": "estimated: 15 h a run with MALI"},
+            data="HopperPhysics, or simulated (mujoco, dm_control)",
+            methods=latent.METHODS,
+            usual=("naive", "adjoint", "aca", "mali", "rnn", "gru_d"),
+            seeds=(0, 1),
+        ),
+        Experiment(
+            name="paths",
+            what="Neural CDEs that recognise spoken words, speakers, or digits read row by row, by gradient method",
+            shows="Table 5; Table 7",
+            presets=paths.PRESETS,
+            main=paths.main,
+            takes={
+                "smoke": "5 s a method",
+                "cpu": "10 min a run",
+                "cpu-digits": "1 min a run",
+                "cpu-vowels": "3 min a run",
+                "cpu-published": "1 h (MALI)",
+                "paper": "estimated: 15 h a run with MALI",
+            },  # fmt: skip
+            data="Speech Commands; JapaneseVowels; scikit-learn's digits (come with it) for cpu-digits",
+            methods=paths.METHODS,
+            usual=("adjoint", "seminorm", "naive", "aca", "mali"),
+            seeds=(0, 1, 2),
         ),
     )
 }

@@ -12,7 +12,7 @@ from experiments.catalogue import EXPERIMENTS
 from experiments.record import RECORDS, ROOT, Record
 from experiments.runner import as_json
 from experiments.show import VERDICTS, Claim, Found, Picture, Shown, Table
-from experiments.views import accounting, feasibility, images, memory, solvers, theory, toy
+from experiments.views import accounting, feasibility, images, memory, series, solvers, theory, toy
 
 PAGE = ROOT / "docs" / "results.html"
 MARKDOWN = ROOT / "docs" / "results.md"
@@ -62,6 +62,7 @@ class View(NamedTuple):
     title: str
     experiments: tuple[str, ...]
     read: Callable[[list[Found]], Shown]
+    presets: tuple[str, ...] = ()  # whose records it takes, also of runs that ran out of time; none: small ones
 
 
 def _toy(found: list[Found]) -> Shown:
@@ -85,6 +86,7 @@ def _explain(found: list[Found]) -> Shown:
     return [], theory.explained(*found[0]), []
 
 
+PUBLISHED = ("paper", "cpu-published")
 VIEWS = (
     View("explain", "How it works (Figures 1 to 3)", ("explain",), _explain),
     View("accounting", "Cost of the methods (Table 1)", ("accounting",), _accounting),
@@ -93,6 +95,10 @@ VIEWS = (
     View("images", "Images (Figure 5)", ("cifar10", "digits", "mnist"), images.show),
     View("solvers", "Other solvers, attacks (Tables 2, 3, Figure 6)", ("solvers",), solvers.show),
     View("feasibility", "ImageNet on GPUs of 11 GB", ("feasibility",), feasibility.show),
+    View("latent", "Latent ODE (Table 4)", ("latent",), series.latent),
+    View("speech", "Neural CDE (Table 5)", ("paths",), series.paths),
+    View("damping", "Damping (Table 7)", ("paths", "latent"), series.damping),
+    View("published", "Series at the published size", ("latent", "paths"), series.published, PUBLISHED),
     View("stability", "Theorems: stability, orders, ways back", ("stability",), _stability),
 )
 AWAITED = (  # claims of views that have no record yet: which view, what, where
@@ -113,26 +119,45 @@ def awaited(found: list[Chapter]) -> list[Claim]:
 
 
 def chapters() -> list[Chapter]:
-    """Of every experiment that has finished records of a preset for two cores."""
+    """Of every experiment that has records."""
     shown = []
     for view in VIEWS:
-        if found := [one for name in view.experiments for one in _records(name)]:
-            shown.append(Chapter(view.name, view.title, *view.read(found)))
+        if found := [one for name in view.experiments for one in _records(name) if _is_for(view, one.record)]:
+            chapter = Chapter(view.name, view.title, *view.read(found))
+            if chapter.tables or chapter.pictures:
+                shown.append(chapter)
     return shown
 
 
 def _records(experiment: str) -> list[Found]:
     found = []
-    for path in sorted((RECORDS / experiment).glob("cpu*.json")):
+    for path in sorted((RECORDS / experiment).glob("[cp]*.json")):  # not those of smoke runs
         name = path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else path.as_posix()
         record = Record.read(path)
-        if record.finished and _changes(record) in SHOWN:
+        if _is_shown(record):
             found.append(Found(record, name))
     return found
 
 
-# Which changes of a preset, beside method and seed, are a part of what is shown
-SHOWN: tuple[dict[str, Any], ...] = ({}, {"rtol": 0.1, "atol": 0.01})
+def _is_for(view: View, record: Record) -> bool:
+    if view.presets:
+        return record.preset in view.presets
+    return record.finished and record.preset not in PUBLISHED
+
+
+# Which fields may differ from the preset, beside method and seed
+VARIED = {
+    "cifar10": {"rtol", "atol"},
+    "latent": {"fraction", "eta", "unsafe_damping"},
+    "paths": {"eta", "unsafe_damping"},
+}
+MATCHED = {"rtol": 0.1, "atol": 0.01}  # of naive and adjoint: those of MALI
+
+
+def _is_shown(record: Record) -> bool:
+    changes = _changes(record)
+    tolerances = {name: changes[name] for name in ("rtol", "atol") if name in changes}
+    return set(changes) <= VARIED.get(record.experiment, set()) and tolerances in ({}, MATCHED)
 
 
 def _changes(record: Record) -> dict[str, Any]:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from typing import Any
 
 import pytest
 
 from experiments import report
 from experiments.record import Record
-from experiments.show import Found
+from experiments.show import Cell, Found
 from experiments.solvers import ADAPTIVE, ATTACKERS, FIXED
-from experiments.views import feasibility, images, solvers
+from experiments.views import feasibility, images, series, solvers
 
 
 def image_run(method: str, accuracy: float, seconds: float = 10.0, seed: int = 0, **more: Any) -> Found:
@@ -189,9 +191,103 @@ def test_the_claim_about_imagenet_is_judged():
 def test_only_runs_of_a_preset_are_shown():
     preset = report.as_json(report.dataclasses.asdict(report.EXPERIMENTS["cifar10"].presets["cpu"]))
 
-    def changes(**more: Any) -> dict[str, Any]:
-        return report._changes(Record("cifar10", "cpu", {**preset, **more}, "", {}))
+    def shown(**more: Any) -> bool:
+        return report._is_shown(Record("cifar10", "cpu", {**preset, **more}, "", {}))
 
-    assert changes(method="aca", seed=3) in report.SHOWN
-    assert changes(rtol=0.1, atol=0.01) in report.SHOWN
-    assert changes(epochs=1) not in report.SHOWN and changes(rtol=0.1) not in report.SHOWN
+    assert shown(method="aca", seed=3) and shown(rtol=0.1, atol=0.01)
+    assert not shown(epochs=1) and not shown(rtol=0.1)
+
+
+# Series
+
+
+TIMES = {"training_cpu": [1.0], "total": 3600.0}
+
+
+def latent_run(method: str, fraction: float, mse: float, seed: int = 0, **more: Any) -> Found:
+    config = {
+        "method": method, "fraction": fraction, "seed": seed, "n": 100, "epochs": 2, "eta": more.get("eta", 1.0),
+        "unsafe_damping": more.get("unsafe", False),
+    }  # fmt: skip
+    grows = {"mali": 0, "aca": 1, "naive": 5}.get(method, 0)
+    results = {
+        "test_mse": mse, "test_mse_later": mse, "mean_predictor_mse": 0.1, "peak_bytes": 1e6, "parameters": 7,
+        "shown": None, "peak_bytes_by_h": {f"{h:g}": 1e6 + grows * 1e5 / h for h in (1.0, 0.5, 0.25, 0.125)},
+    }  # fmt: skip
+    metrics = {
+        "evaluations_forward": [9.0], "evaluations_backward": [more.get("back", 9.0)], "refreshes": [0.0],
+        "reconstruction_error": [more.get("error", 1e-6)], "validation_mse": [2 * mse, mse], "train_mse": [mse, mse],
+    }  # fmt: skip
+    line = f"python -m experiments run latent --preset cpu --method {method} --seed {seed}"
+    preset, finished = more.get("preset", "cpu"), more.get("finished", True)
+    record = Record("latent", preset, config, line, results, metrics, TIMES, finished=finished)
+    return Found(record, f"records/{method}-{fraction}-{seed}.json")
+
+
+def path_run(method: str, accuracy: float, seed: int = 0, **more: Any) -> Found:
+    one = latent_run(method, 0.0, 0.0, seed, **more)
+    config = {**one.record.config, "data": "digits", "n_train": None}
+    results = {**one.record.results, "test_accuracy": accuracy}
+    metrics = {**one.record.metrics, "validation_accuracy": [0.1, accuracy], "train_accuracy": [0.1, accuracy]}
+    record = dataclasses.replace(one.record, experiment="paths", config=config, results=results, metrics=metrics)
+    return Found(record, one.path)
+
+
+def all_latent(**changes: float) -> list[Found]:
+    wanted = {"mali": 0.004, "aca": 0.004, "naive": 0.004, "adjoint": 0.005, "rnn": 0.02, "gru_d": 0.02, **changes}
+    parts = {0.1: 1.0, 0.2: 0.9, 0.5: 0.8}
+    return [latent_run(m, f, mse * part) for m, mse in wanted.items() for f, part in parts.items()]
+
+
+def test_latent_odes_are_judged():
+    found = verdicts(all_latent(), series.latent)
+    assert set(found.values()) == {"holds"} and len(found) == 5
+    assert by_words(verdicts(all_latent(mali=0.0047), series.latent), "15 % allowed") == "holds in part"
+    assert by_words(verdicts(all_latent(rnn=0.003), series.latent), "recurrent") == "holds in part"
+    assert by_words(verdicts(all_latent(mali=0.06), series.latent), "halves") == "does not hold here"
+    assert (
+        by_words(verdicts(all_latent(mali=0.003), series.latent), "15 % allowed") == "holds in part"
+    )  # not that of ACA
+    assert by_words(verdicts(all_latent(mali=math.nan), series.latent), "halves") == "does not hold here"
+    assert series.latent([latent_run("mali", 0.1, 0.004, eta=0.9)]) == ([], [], [])
+    some = [one for one in all_latent() if one.record.config["method"] in ("mali", "aca")]
+    assert not [text for text in verdicts(some, series.latent) if "recurrent" in text or "naive" in text]
+
+
+def test_neural_cdes_are_judged():
+    wanted = {"mali": 0.97, "aca": 0.96, "naive": 0.96, "seminorm": 0.95, "adjoint": 0.94}
+    runs = [path_run(m, x, back=5.0 if m == "seminorm" else 9.0) for m, x in wanted.items()]
+    found = verdicts(runs, series.paths)
+    assert set(found.values()) == {"holds"} and len(found) == 5
+    worse = [path_run("mali", 0.94), *runs[1:3], path_run("seminorm", 0.95, back=10.0), runs[4]]
+    found = verdicts(worse, series.paths)
+    assert by_words(found, "best of the others") == "does not hold here"
+    assert by_words(found, "In the order") == "holds in part"
+    assert by_words(found, "seminorm saves") == by_words(found, "MALI learns") == "does not hold here"
+
+
+def test_damping_is_judged_by_results_and_by_the_way_back():
+    etas = (1.0, 0.95, 0.9, 0.85)
+    runs = [path_run("mali", 0.95, eta=eta) for eta in etas]
+    runs += [latent_run("mali", f, 0.004, eta=eta) for eta in etas for f in (0.1, 0.2)]
+    runs += [latent_run("mali", 0.1, 0.004, eta=0.95, unsafe=True)]
+    found = verdicts(runs, series.damping)
+    assert by_words(found, "changes results little") == by_words(found, "is exact for eta < 1") == "holds"
+    runs[1] = path_run("mali", 0.92, eta=0.95)
+    runs[-1] = latent_run("mali", 0.1, 0.004, eta=0.95, unsafe=True, error=math.inf)
+    found = verdicts(runs, series.damping)
+    assert by_words(found, "changes results little") == "holds in part"
+    assert by_words(found, "is exact for eta < 1") == "does not hold here"
+
+
+def test_what_ran_out_of_time_is_shown_at_the_published_size_alone():
+    one = latent_run("mali", 0.1, 0.01, preset="paper", finished=False)
+    tables, pictures, _ = series.published([one])
+    assert (
+        tables[0].rows[0][1] == Cell("1.0", one.path)
+        and tables[0].rows[0][2] == Cell("2 of 2", one.path)
+        and pictures[0].svg.startswith("<svg")
+    )
+    assert series.published([latent_run("aca", 0.1, 0.01, preset="paper")]) == ([], [], [])
+    views = {view.name: view for view in report.VIEWS}
+    assert report._is_for(views["published"], one.record) and not report._is_for(views["latent"], one.record)

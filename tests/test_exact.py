@@ -421,10 +421,11 @@ def outcome(spec: Spec, method: tm.MALI) -> tuple[str, list[Tensor]]:
     return "rebuilt", [*ys, *grads]
 
 
-def test_any_solve_is_rebuilt_to_the_bit_or_refused_with_a_reason():
+@pytest.mark.parametrize("n", [25, pytest.param(200, marks=pytest.mark.slow)])
+def test_any_solve_is_rebuilt_to_the_bit_or_refused_with_a_reason(n):
     ends = []
 
-    @settings(max_examples=60, deadline=None, derandomize=True)
+    @settings(max_examples=n, deadline=None, derandomize=True)
     @given(specs())
     def holds(spec):
         end, found = outcome(spec, tm.MALI(exact=spec.exact))

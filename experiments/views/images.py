@@ -60,10 +60,10 @@ def accuracy(group: Sequence[Found]) -> float:
     return 100 * statistics.fmean(results(group, "test_accuracy"))
 
 
-def spread(values: Sequence[float]) -> str:
+def spread(values: Sequence[float], digits: int = 1) -> str:
     """Mean, and the standard deviation over seeds."""
-    text = f"{statistics.fmean(values):.1f}"
-    return text if len(values) < 2 else f"{text} ± {statistics.stdev(values):.1f}"
+    text = f"{statistics.fmean(values):.{digits}f}"
+    return text if len(values) < 2 else f"{text} ± {statistics.stdev(values):.{digits}f}"
 
 
 def standard_error(*groups: Sequence[Found]) -> float:

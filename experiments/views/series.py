@@ -11,7 +11,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from experiments.show import COLORS, Cell, Claim, Found, Picture, Shown, Table, bare, short
-from experiments.views.images import Groups, commands, seeds_of, together, verdict
+from experiments.views.images import Groups, commands, seeds_of, spread, together, verdict
 
 NAMES = {
     "rnn": "RNN, dt", "gru_d": "GRU-D", "adjoint": "adjoint", "seminorm": "seminorm", "naive": "naive", "aca": "ACA",
@@ -37,12 +37,6 @@ PAPER_7 = {
     0.85: ("93.7 ± 0.3", 0.33, 0.27),
 }
 FRACTIONS = (0.1, 0.2, 0.5)
-
-
-def spread(values: Sequence[float], digits: int = 2) -> str:
-    """Mean, and the standard deviation over seeds."""
-    text = f"{statistics.fmean(values):.{digits}f}"
-    return text if len(values) < 2 else f"{text} ± {statistics.stdev(values):.{digits}f}"
 
 
 def chosen(found: Sequence[Found], **config: Any) -> list[Found]:
@@ -71,7 +65,7 @@ def latent(found: list[Found]) -> Shown:
         for i, fraction in enumerate(FRACTIONS):
             here = chosen(plain, method=method, fraction=fraction)
             paper = f" ({PAPER_4[method][i]:.2f})" if method in PAPER_4 else ""
-            cells.append(Cell(spread(errors(here)) + paper, here[0].path) if here else "-")
+            cells.append(Cell(spread(errors(here), 2) + paper, here[0].path) if here else "-")
             kept += here
         counts = chosen(plain, method=method, fraction=0.1)
         if any(isinstance(cell, Cell) for cell in cells):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from experiments import accounting, explain, feasibility, images, latent, memory, paths, solvers, stability, toy
+from experiments import accounting, explain, feasibility, images, latent, memory, paths, solvers, stability, toy, ways
 from experiments.runner import Experiment
 
 EXPERIMENTS = {
@@ -147,7 +147,7 @@ EXPERIMENTS = {
                 "paper": "estimated: 15 h a run with MALI",
             },  # fmt: skip
             data="Speech Commands; JapaneseVowels; scikit-learn's digits (come with it) for cpu-digits",
-            methods=paths.METHODS,
+            methods=ways.METHODS,
             usual=("adjoint", "seminorm", "naive", "aca", "mali"),
             seeds=(0, 1, 2),
         ),

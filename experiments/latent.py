@@ -12,13 +12,14 @@ import torch
 from torch import Tensor, nn
 
 import torchmali as tm
+from experiments import ways
 from experiments.batches import Parts
 from experiments.data import data_dir, hopper
 from experiments.data.source import DataError
 from experiments.models.latent_ode import LatentODE
 from experiments.models.recurrent import Recurrent
 from experiments.record import RUNS
-from experiments.runner import BadOption, Config, Run
+from experiments.runner import Config, Run
 from torchmali.nn import ODEBlock
 
 WINDOWS = 1991  # seed of the published windows
@@ -59,36 +60,17 @@ PRESETS = {
     "paper": LatentConfig(n=10_000, hidden=30, units=300, gru_units=100, layers=3, epochs=300, kl_wait=10),
 }
 NETWORKS = ("rnn", "gru_d")
-METHODS = ("naive", "adjoint", "seminorm", "aca", "mali", "alf4", "exact", *NETWORKS)
+METHODS = (*ways.METHODS, *NETWORKS)
 
 
 def block(config: LatentConfig, times: Sequence[float]) -> Callable[[nn.Module], ODEBlock]:
     """The generative solve."""
-    adaptive, fixed = tm.AdaptiveStep(config.rtol, config.atol), tm.FixedStep(config.h)
-    alf, alf4 = tm.ALF(eta=config.eta), tm.ALF(order=4)
-    mali = tm.MALI(checkpoint_every=None, unsafe_damping=True) if config.unsafe_damping else tm.MALI()
-    ways: dict[str, tuple[tm.Solver, tm.StepController, tm.GradientMethod]] = {
-        "naive": (tm.Dopri5(), adaptive, tm.Naive()),
-        "adjoint": (tm.Dopri5(), adaptive, tm.Adjoint()),
-        "seminorm": (tm.Dopri5(), adaptive, tm.Adjoint(seminorm=True)),
-        "aca": (tm.HeunEuler(), adaptive, tm.ACA()),
-        "mali": (alf, fixed, mali),
-        "alf4": (alf4, fixed, mali),
-        "exact": (alf, fixed, tm.MALI(exact=True)),
-    }
-    solver, controller, gradient = ways[config.method]
-    return partial(ODEBlock, t=times, solver=solver, controller=controller, gradient=gradient, all_outputs=True)
-
-
-def only_for_mali(method: str, eta: float, unsafe: bool) -> None:
-    if method != "mali" and (eta != 1 or unsafe):
-        raise BadOption(f"eta = {eta:g}, unsafe_damping = {unsafe}: damping is for --method mali, not {method}.")
+    how = ways.way(config, naive=tm.Dopri5(), adaptive=(*ways.ADAPTIVE, "naive", "aca"))
+    return partial(ODEBlock, t=times, all_outputs=True, **how._asdict())
 
 
 def network(config: LatentConfig, times: Sequence[float]) -> nn.Module:
-    if config.method not in METHODS:
-        raise BadOption(f"There is no method {config.method!r}; there are {', '.join(METHODS)}.")
-    only_for_mali(config.method, config.eta, config.unsafe_damping)
+    ways.check(config, METHODS)
     if config.method in NETWORKS:
         return Recurrent(hopper.N_CHANNELS, config.latent, config.units, decays=config.method == "gru_d")
     sizes = (hopper.N_CHANNELS, config.latent, config.hidden, config.units, config.gru_units, config.layers)

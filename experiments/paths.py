@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import torchmali as tm
+from experiments import ways
 from experiments.batches import InMemory
 from experiments.data import data_dir, digits, speech, vowels
 from experiments.data.source import DataError
-from experiments.latent import only_for_mali
 from experiments.models.neural_cde import CDEClassifier
 from experiments.runner import BadOption, Config, Run
 from torchmali.nn import CubicControl, LinearControl, NeuralCDE
@@ -64,31 +64,13 @@ PRESETS = {
     "cpu-published": replace(PUBLISHED, data="table"),
     "paper": PUBLISHED,
 }
-METHODS = ("naive", "adjoint", "seminorm", "aca", "mali", "alf4", "exact")
 
 
 def cde(config: PathsConfig) -> Callable[[nn.Module, nn.Module], NeuralCDE]:
-    adaptive, fixed = tm.AdaptiveStep(config.rtol, config.atol), tm.FixedStep(config.h)
-    alf, alf4 = tm.ALF(eta=config.eta), tm.ALF(order=4)
-    mali = tm.MALI(checkpoint_every=None, unsafe_damping=True) if config.unsafe_damping else tm.MALI()
-    ways: dict[str, tuple[tm.Solver, tm.StepController, tm.GradientMethod]] = {
-        "naive": (tm.RK4(), fixed, tm.Naive()),
-        "adjoint": (tm.Dopri5(), adaptive, tm.Adjoint()),
-        "seminorm": (tm.Dopri5(), adaptive, tm.Adjoint(seminorm=True)),
-        "aca": (tm.HeunEuler(), fixed, tm.ACA()),
-        "mali": (alf, fixed, mali),
-        "alf4": (alf4, fixed, mali),
-        "exact": (alf, fixed, tm.MALI(exact=True)),
-    }
-    if config.method not in ways:
-        raise BadOption(f"There is no method {config.method!r}; there are {', '.join(METHODS)}.")
-    only_for_mali(config.method, config.eta, config.unsafe_damping)
     controls = {"cubic": CubicControl, "linear": LinearControl}
     if config.control not in controls:
         raise BadOption(f"There is no control {config.control!r}; there are {', '.join(controls)}.")
-    solver, controller, gradient = ways[config.method]
-    how = {"control": controls[config.control], "solver": solver, "controller": controller, "gradient": gradient}
-    return partial(NeuralCDE, **how)
+    return partial(NeuralCDE, control=controls[config.control], **ways.way(config, naive=tm.RK4())._asdict())
 
 
 # Data

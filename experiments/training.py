@@ -32,7 +32,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from experiments.batches import Batches, share
 from experiments.record import set_aside, write_in_one_piece
 from experiments.runner import OutOfTime, Run, code_hash
-from torchmali import ALF, FixedStep
+from torchmali import ALF, FixedStep, Stats
 from torchmali.measure import LiveBytes
 from torchmali.nn.base import SolveModule
 
@@ -92,7 +92,7 @@ class Classifier(lightning.LightningModule):
 
 def log_solves(module: lightning.LightningModule, network: nn.Module) -> None:
     """Evaluations and refreshes of the last step, means over an epoch, and the worst error of MALI's way back."""
-    solved = [m.last_stats for m in network.modules() if isinstance(m, SolveModule) and m.last_stats]
+    solved = solves(network)
     if not solved:
         return
     counts = {
@@ -126,9 +126,14 @@ def by_h(block: Any, sizes: Sequence[float], step: Callable[[], None]) -> dict[s
     return found
 
 
+def solves(module: nn.Module) -> list[Stats]:
+    """The last of each ODE in a module."""
+    return [m.last_stats for m in module.modules() if isinstance(m, SolveModule) and m.last_stats]
+
+
 def evaluations(module: nn.Module) -> dict[str, int]:
     """Of f, in the last forward and backward pass, by all ODEs in a module (0 backward where autograd does it)."""
-    counted = [m.last_stats for m in module.modules() if isinstance(m, SolveModule) and m.last_stats]
+    counted = solves(module)
     return {
         "evaluations_forward": sum(stats.n_evals_forward for stats in counted),
         "evaluations_backward": sum(stats.n_evals_backward for stats in counted),

@@ -381,6 +381,7 @@ def record_in(out: Path) -> Record:
     return Record.read(path)
 
 
+@pytest.mark.slow
 def test_two_processes_train_as_one_and_can_be_killed(tmp_path, monkeypatch):
     """With GroupNorm, that is; BatchNorm sees half a batch, and the loss is another."""
     monkeypatch.setattr(runner, "RECORDS", None)  # put back in the end

@@ -35,7 +35,7 @@ class Slope(nn.Module):
 def train(net: nn.Module, how: dict[str, Any]) -> None:
     y0 = torch.randn(4, 8, requires_grad=True)
     x = torch.ones(8)
-    y = tm.solve(net, y0, (0.0, 0.5, 1.0), controller=tm.FixedStep(0.1), args=(x,), **how).y
+    y = tm.solve(net, y0, (0.0, 0.8, 1.0), controller=tm.FixedStep(0.2), args=(x,), **how).y
     y.square().sum().backward()
 
 

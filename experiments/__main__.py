@@ -10,9 +10,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from experiments import flows
 from experiments import report as report_
 from experiments.catalogue import EXPERIMENTS
 from experiments.runner import BadOption, Experiment, Options, parsed, run_all, tasks_of
+from experiments.views.flows import sheet
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__, pretty_exceptions_enable=False)
 console = Console()
@@ -71,14 +73,34 @@ def table(number: Annotated[str, typer.Argument(help="1, 4c, toy, ...; `all` for
 @app.command()
 def figure(
     number: Annotated[str, typer.Argument(help="4ab, 4c, ...; `all` for all")],
-    out: Annotated[Path, typer.Option(help="a folder for SVG files")] = Path("figures"),
+    out: Annotated[Path, typer.Option(help="a folder for SVG files and films")] = Path("figures"),
 ) -> None:
     """Draw a figure of the paper from the records."""
     found = [picture for chapter in report_.chapters() for picture in chapter.pictures]
     out.mkdir(parents=True, exist_ok=True)
     for picture in _chosen(found, number):
-        (out / f"{picture.id}.svg").write_text(picture.svg)
-        console.print(f"{picture.title}: {out / f'{picture.id}.svg'}", markup=False, highlight=False)
+        console.print(f"{picture.title}: {picture.write(out)[-1]}", markup=False, highlight=False)
+
+
+@app.command()
+def sample(
+    preset: Annotated[str, typer.Option(help="of `flows`; the run must be finished")] = "cpu",
+    method: Annotated[str, typer.Option(help="that it was trained with")] = "mali",
+    seed: Annotated[int, typer.Option(help="of the run")] = 0,
+    set_: Annotated[list[str] | None, typer.Option("--set", help="field=value, as for the run")] = None,
+    n: Annotated[int, typer.Option(help="images")] = 36,
+    temperature: Annotated[float, typer.Option(help="of the noise; below 1: likelier images, more alike")] = 1.0,
+    noise_seed: Annotated[int, typer.Option(help="other images")] = 0,
+    out: Annotated[Path, typer.Option(help="a picture")] = Path("samples.png"),
+) -> None:
+    """Draw images from a flow that was trained."""
+    from matplotlib.image import imsave
+
+    experiment = _known("flows")
+    (task,) = tasks_of(experiment, preset, [method], [seed], parsed(experiment, preset, set_ or []))
+    pixels, levels = flows.sampled(task, n, noise_seed, temperature)
+    imsave(out, sheet(pixels, levels).repeat(4, 0).repeat(4, 1))
+    console.print(f"{n} images: {out}", markup=False, highlight=False)
 
 
 @app.command()

@@ -2,7 +2,22 @@
 
 from __future__ import annotations
 
-from experiments import accounting, explain, feasibility, images, latent, memory, paths, solvers, stability, toy, ways
+from experiments import (
+    accounting,
+    densities,
+    explain,
+    feasibility,
+    flow_memory,
+    flows,
+    images,
+    latent,
+    memory,
+    paths,
+    solvers,
+    stability,
+    toy,
+    ways,
+)
 from experiments.runner import Experiment
 
 EXPERIMENTS = {
@@ -150,6 +165,34 @@ EXPERIMENTS = {
             methods=ways.METHODS,
             usual=("adjoint", "seminorm", "naive", "aca", "mali"),
             seeds=(0, 1, 2),
+        ),
+        Experiment(
+            name="flows",
+            what="images as samples of a continuous flow (FFJORD, RNODE), by gradient method: bits per dimension",
+            shows="Table 6, its samples",
+            presets=flows.PRESETS,
+            main=flows.main,
+            takes={"smoke": "10 s a method", "cpu": "10 min a run"},
+            data="scikit-learn's digits (come with it); MNIST, CIFAR-10, ImageNet",
+            methods=tuple(flows.METHODS),
+            usual=("vanilla", "rnode", "rnode05", "seminorm", "mali"),
+            seeds=(0, 1),
+        ),
+        Experiment(
+            name="flow_memory",
+            what="memory of one training step of the published flow of CIFAR-10, by method and tolerance",
+            shows="Table 1, for flows",
+            presets=flow_memory.RUNS,
+            main=flow_memory.main,
+            takes={"smoke": "10 s", "cpu": "5 min"},
+        ),
+        Experiment(
+            name="densities",
+            what="densities in the plane that a continuous flow learns, and how points move in it",
+            shows="nothing of the paper's; pictures that teach",
+            presets=densities.PRESETS,
+            main=densities.main,
+            takes={"smoke": "5 s", "cpu": "5 min"},
         ),
     )
 }

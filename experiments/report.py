@@ -12,7 +12,7 @@ from experiments.catalogue import EXPERIMENTS
 from experiments.record import RECORDS, ROOT, Record
 from experiments.runner import as_json
 from experiments.show import VERDICTS, Claim, Found, Picture, Shown, Table
-from experiments.views import accounting, feasibility, images, memory, series, solvers, theory, toy
+from experiments.views import accounting, feasibility, flows, images, memory, series, solvers, theory, toy
 
 PAGE = ROOT / "docs" / "results.html"
 MARKDOWN = ROOT / "docs" / "results.md"
@@ -30,7 +30,7 @@ h1 { font-size: 1.6rem; line-height: 1.2; } h2 { margin-top: 2.6rem; border-bott
 a { color: var(--link); } .note, figcaption { color: var(--pale); font-size: .9rem; }
 figcaption b { color: var(--ink); }
 figure { margin: 1.6rem 0; } .card { background: var(--card); border-radius: 6px; padding: .5rem; }
-.card svg { display: block; width: 100%; height: auto; }
+.card svg, .card img { display: block; width: 100%; height: auto; }
 .scroll { overflow-x: auto; max-width: 100%; } table { border-collapse: collapse; font-size: .86rem; }
 th, td { padding: .25rem .6rem; border-bottom: 1px solid var(--line); text-align: right; vertical-align: top; }
 th:first-child, td:first-child, th:nth-child(2), td:nth-child(2) { text-align: left; }
@@ -98,6 +98,9 @@ VIEWS = (
     View("latent", "Latent ODE (Table 4)", ("latent",), series.latent),
     View("speech", "Neural CDE (Table 5)", ("paths",), series.paths),
     View("damping", "Damping (Table 7)", ("paths", "latent"), series.damping),
+    View("flows", "Continuous flows (Table 6)", ("flows",), flows.show),
+    View("flow_memory", "Memory of flows", ("flow_memory",), flows.memory),
+    View("plane", "Flows in the plane", ("densities",), flows.plane),
     View("published", "Series at the published size", ("latent", "paths"), series.published, PUBLISHED),
     View("stability", "Theorems: stability, orders, ways back", ("stability",), _stability),
 )
@@ -148,6 +151,7 @@ def _is_for(view: View, record: Record) -> bool:
 # Which fields may differ from the preset, beside method and seed
 VARIED = {
     "cifar10": {"rtol", "atol"},
+    "densities": {"data"},
     "latent": {"fraction", "eta", "unsafe_damping"},
     "paths": {"eta", "unsafe_damping"},
 }
@@ -206,7 +210,8 @@ def markdown(found: list[Chapter]) -> str:
     for chapter in found:
         lines += ["", f"## {chapter.title}", ""]
         for picture in chapter.pictures:
-            lines += [f"![{picture.title}](figures/{picture.id}.svg)", "", f"*{picture.title}. {picture.caption}*", ""]
+            file = f"figures/{picture.id}.{'svg' if picture.film is None else 'gif'}"
+            lines += [f"![{picture.title}]({file})", "", f"*{picture.title}. {picture.caption}*", ""]
         for table in chapter.tables:
             lines += [table.markdown(), ""]
     return "\n".join(lines).rstrip() + "\n"
@@ -222,10 +227,8 @@ def write(found: list[Chapter], folder: Path | None = None) -> list[Path]:
     figures.mkdir(parents=True, exist_ok=True)
     page_path.write_text(page(found))
     markdown_path.write_text(markdown(found))
-    written: list[Any] = [page_path, markdown_path]
+    written = [page_path, markdown_path]
     for chapter in found:
         for picture in chapter.pictures:
-            path = figures / f"{picture.id}.svg"
-            path.write_text(picture.svg)
-            written.append(path)
+            written += picture.write(figures)
     return written

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import functools
 import html
 import io
@@ -9,6 +10,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NamedTuple
 
 import matplotlib
@@ -97,6 +99,11 @@ class Picture:
     caption: str
     draw: Callable[[], Figure]
     commands: Sequence[str] = ()
+    film: Callable[[], bytes] | None = None  # a GIF that is shown in the place of the drawing
+
+    @functools.cached_property
+    def gif(self) -> bytes | None:
+        return None if self.film is None else self.film()
 
     @functools.cached_property
     def svg(self) -> str:
@@ -116,7 +123,18 @@ class Picture:
         commands = "".join(f"<pre>{html.escape(command)}</pre>" for command in self.commands)
         label = f'role=img aria-label="{html.escape(self.title)}"'
         caption = f"<figcaption><b>{html.escape(self.title)}.</b> {html.escape(self.caption)}</figcaption>"
-        return f'<figure id="figure-{self.id}"><div class=card {label}>{self.svg}</div>{caption}{commands}</figure>'
+        film = "" if self.gif is None else base64.b64encode(self.gif).decode()
+        shown = f'<img src="data:image/gif;base64,{film}" alt="">' if film else self.svg
+        return f'<figure id="figure-{self.id}"><div class=card {label}>{shown}</div>{caption}{commands}</figure>'
+
+    def write(self, folder: Path) -> list[Path]:
+        """The last of these files is the one to look at."""
+        paths = [folder / f"{self.id}.svg"]
+        paths[0].write_text(self.svg)
+        if self.gif is not None:
+            paths.append(folder / f"{self.id}.gif")
+            paths[1].write_bytes(self.gif)
+        return paths
 
 
 @dataclass(frozen=True)

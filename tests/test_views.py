@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import math
 from typing import Any
@@ -12,7 +13,7 @@ from experiments import report
 from experiments.record import Record
 from experiments.show import Cell, Found
 from experiments.solvers import ADAPTIVE, ATTACKERS, FIXED
-from experiments.views import feasibility, images, series, solvers
+from experiments.views import feasibility, flows, images, series, solvers
 
 
 def image_run(method: str, accuracy: float, seconds: float = 10.0, seed: int = 0, **more: Any) -> Found:
@@ -291,3 +292,59 @@ def test_what_ran_out_of_time_is_shown_at_the_published_size_alone():
     assert series.published([latent_run("aca", 0.1, 0.01, preset="paper")]) == ([], [], [])
     views = {view.name: view for view in report.VIEWS}
     assert report._is_for(views["published"], one.record) and not report._is_for(views["latent"], one.record)
+
+
+# Flows
+
+
+def flow_run(method: str, curve: list[float], seconds: float = 10.0, seed: int = 0, **more: Any) -> Found:
+    """curve: of validation; the test is as its end."""
+    config = {"method": method, "seed": seed, "batches": 50, "epochs": len(curve), "alpha": 0.05}
+    pixels = base64.b64encode(bytes(36 * 64)).decode()
+    results = {
+        "test_bits": curve[-1], "test_bits_midpoint": curve[-1] - 0.1, "gaussian_bits": 3.2, "parameters": 7,
+        "n_train": 5, "peak_bytes": 1e6, "round_trip": more.get("back", 1e-5),
+        "samples": pixels, "real": pixels, "shape": [1, 8, 8], "levels": 17,
+        "test_bits_by_solver": {"Dopri5 1e-5": 2.0, "ALF h 0.05": more.get("other", 2.001)},
+    }  # fmt: skip
+    counts = {"evaluations_forward": [9.0], "evaluations_backward": [9.0], "refreshes": [0.0]}
+    metrics = {"validation_bits": curve, **counts}
+    line = f"python -m experiments run flows --preset cpu --method {method} --seed {seed}"
+    times = {"training_cpu": [seconds] * len(curve)}
+    return Found(Record("flows", "cpu", config, line, results, metrics, times), f"records/{method}-{seed}.json")
+
+
+def test_flows_are_judged_at_equal_iterations_and_at_equal_time():
+    runs = [flow_run("mali", [3.0, 2.5, 2.2, 2.0]), flow_run("rnode", [2.9, 2.4], 20.0)]
+    found = verdicts([*runs, flow_run("vanilla", [3.0, 2.6], 30.0)], flows.show)
+    assert by_words(found, "At equal iterations") == "holds in part"  # 2.5 against 2.4 and 2.6
+    assert by_words(found, "At equal training time") == "holds"  # after 40 s 2.0 against 2.4 and 3.0
+    assert by_words(found, "no worse than RNODE") == by_words(found, "is faster than one of the adjoint") == "holds"
+    assert by_words(found, "another solver") == by_words(found, "beat a normal distribution") == "holds"
+    worse = [flow_run("mali", [3.5, 3.4], 40.0, other=2.5, back=0.1), runs[1], flow_run("vanilla", [3.0, 2.6], 30.0)]
+    found = verdicts(worse, flows.show)
+    assert by_words(found, "beat a normal distribution") == "holds in part"
+    others = (
+        "At equal iterations",
+        "At equal training time",
+        "than RNODE",
+        "one of the adjoint",
+        "another",
+        "inverted",
+    )
+    assert {by_words(found, words) for words in others} == {"does not hold here"}
+
+
+def test_a_flow_that_diverged_or_has_no_epoch_yet_is_not_compared():
+    runs = [flow_run("mali", [3.0, 2.5], 1.0), flow_run("rnode", [2.9, 2.4], 20.0)]
+    assert by_words(verdicts(runs, flows.show), "At equal training time") == "not testable here"
+    runs[1] = flow_run("rnode", [float("nan"), float("nan")])
+    assert by_words(verdicts(runs, flows.show), "At equal iterations") == "not testable here"
+
+
+def test_table_6_stands_beside_the_papers_and_says_what_was_not_run():
+    tables, pictures, _ = flows.show([flow_run("mali", [2.0]), flow_run("mali", [2.2], seed=1)])
+    rows = {str(row[0]): row for row in tables[0].rows}
+    assert str(rows["MALI"][1]) == str(Cell("2.10 ± 0.14", "records/mali-0.json")) and rows["MALI"][-1] == "not run"
+    assert rows["Glow"][2] == "1.05" and "--preset paper-imagenet64" in tables[0].notes
+    assert all(picture.svg.startswith("<svg") for picture in pictures)

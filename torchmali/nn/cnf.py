@@ -141,7 +141,7 @@ class CNF(SolveModule):
         """x: (batch, ...). noise: of the trace, like x; by default it is drawn here, once.
 
         return_code: also return the integer end state (the solve then runs on integers), from which `inverse` gets x
-        to the last bit.
+        to the last bit; with MALI(exact=True), which rounds x to its grid first, to the last bit of that.
         """
         if torch.is_inference_mode_enabled():  # the trace is a derivative, even where nobody differentiates it
             with torch.inference_mode(False), torch.no_grad():

@@ -1,0 +1,346 @@
+"""Table 6: images as samples of a continuous flow (FFJORD, RNODE), by gradient method: bits per dimension, samples."""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import torchmali as tm
+from experiments.batches import Parts
+from experiments.data import cifar, data_dir, digits, folder, mnist
+from experiments.data.source import DataError
+from experiments.images import as_published
+from experiments.models.ffjord import FFJORD, Logit, bits_per_dim
+from experiments.runner import BadOption, Config, Run, Task
+from torchmali.measure import LiveBytes
+from torchmali.nn import CNF, Hutchinson, gaussian
+
+if TYPE_CHECKING:
+    from experiments.density import Density
+
+SPLIT = 0
+
+
+@dataclass(frozen=True)
+class FlowsConfig(Config):
+    """None: for rtol, atol those of the method; for n_train, n_test all.
+
+    weight: of both regularisers in the loss, where a method has not one of its own. side: images are averaged to that,
+    None: as they are. batches: of training, in an epoch. workers: threads that read pictures.
+    """
+
+    data: str = "digits"  # mnist, cifar10, folder
+    method: str = "mali"
+    side: int | None = None
+    widths: tuple[int, ...] = (32, 32)
+    n_blocks: int = 1
+    alpha: float = 0.05
+    weight: float = 0.05
+    rtol: float | None = None
+    atol: float | None = None
+    n_train: int | None = None
+    n_validation: int = 270
+    n_test: int | None = None
+    epochs: int = 10
+    batches: int = 50
+    batch: int = 128
+    lr: float = 1e-3
+    warmup: int = 50
+    flip: bool = False
+    workers: int = 0
+
+
+SMALL = FlowsConfig(n_train=5000, n_validation=200, n_test=500, epochs=6, batches=40)
+PAPER = FlowsConfig(
+    widths=(64, 64, 64), n_blocks=2, alpha=1e-5, n_validation=1000, epochs=50, batch=200, warmup=1000
+)  # fmt: skip
+PRESETS = {
+    "smoke": FlowsConfig(widths=(8,), n_train=64, n_validation=16, n_test=16, epochs=1, batches=3, batch=32),
+    "cpu": FlowsConfig(),
+    "cpu-mnist": replace(SMALL, data="mnist", side=14),
+    "cpu-cifar10": replace(SMALL, data="cifar10", side=16, flip=True),
+    "paper-mnist": replace(PAPER, data="mnist", batches=295),
+    "paper-cifar10": replace(PAPER, data="cifar10", batches=245, flip=True),
+    "paper-imagenet64": replace(PAPER, data="folder", side=64, batch=60, batches=21_000, weight=0.01, workers=8),
+}
+
+
+# Methods
+
+
+class Method(NamedTuple):
+    """With the solver and tolerances as published (None: fixed steps). weight: of the regularisers; None: the config's.
+
+    The published ALF never renews v; ours does where it must.
+    """
+
+    gradient: tm.GradientMethod
+    solver: tm.Solver
+    rtol: float | None
+    atol: float
+    weight: float | None = None
+
+
+METHODS = {
+    "vanilla": Method(tm.Adjoint(), tm.Dopri5(), 1e-5, 1e-5, 0.0),
+    "rnode": Method(tm.Adjoint(), tm.RK4(), None, 0.0, 0.01),
+    "rnode05": Method(tm.Adjoint(), tm.RK4(), None, 0.0, 0.05),
+    "seminorm": Method(tm.Adjoint(seminorm=True), tm.Dopri5(), 1e-5, 1e-5, 0.0),
+    "aca": Method(tm.ACA(), tm.HeunEuler(), 1e-2, 1e-3),
+    "naive": Method(tm.Naive(), tm.HeunEuler(), 1e-2, 1e-3),
+    "mali": Method(tm.MALI(), tm.ALF(), 1e-2, 1e-3),
+    "alf4": Method(tm.MALI(), tm.ALF(order=4), 1e-2, 1e-3),
+}
+H = 0.25  # of fixed steps, and the first of those that adapt
+
+
+def weight(config: FlowsConfig) -> float:
+    own = METHODS[config.method].weight
+    return config.weight if own is None else own
+
+
+def controller(config: FlowsConfig) -> tm.StepController:
+    method = METHODS[config.method]
+    rtol = method.rtol if config.rtol is None else config.rtol
+    if rtol is None or method.rtol is None:
+        return tm.FixedStep(H)
+    return tm.AdaptiveStep(rtol, method.atol if config.atol is None else config.atol, h0=H)
+
+
+def network(config: FlowsConfig, shape: tuple[int, int, int]) -> FFJORD:
+    if config.method not in METHODS:
+        raise BadOption(f"There is no method {config.method!r}; there are {', '.join(METHODS)}.")
+    method, regularised = METHODS[config.method], weight(config) > 0
+    cnf = partial(
+        CNF, trace=Hutchinson(gaussian), kinetic=regularised, jacobian=regularised, solver=method.solver,
+        controller=controller(config), gradient=method.gradient,
+    )  # fmt: skip
+    return FFJORD(cnf, shape, config.widths, config.n_blocks, config.alpha)
+
+
+# Data
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """Pictures that are read when they are wanted."""
+
+    paths: Sequence[Path]
+    side: int
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, rows: Tensor | slice) -> Tensor:
+        wanted = range(len(self))[rows] if isinstance(rows, slice) else rows.tolist()
+        return folder.centre_crops([self.paths[row] for row in wanted], self.side, self.side)
+
+
+class Pixels(NamedTuple):
+    """Of shape (image, channel, height, width), each pixel one of 0 to levels - 1."""
+
+    train: Tensor | Decoded
+    validation: Tensor | Decoded
+    test: Tensor | Decoded
+    levels: int
+
+
+def load(config: FlowsConfig, given: Path | None) -> Pixels:
+    place = data_dir(given)
+    if config.data == "digits":
+        n_test = 270 if config.n_test is None else config.n_test
+        train, validation, test = (x.images[:, None] for x in digits.load(SPLIT, config.n_validation, n_test))
+        return Pixels(_first(train, config.n_train), validation, test, 17)
+    if config.data in ("mnist", "cifar10"):
+        loader: Any = {"mnist": mnist.load, "cifar10": partial(cifar.load, require_all=config.n_train is None)}
+        train, test = loader[config.data](place, "train").images, loader[config.data](place, "test").images
+        train, test = (x[:, None] if x.ndim == 3 else x for x in (train, test))
+        return _pooled(config, train, test)
+    if config.data == "folder":
+        pictures = folder.index(place)
+        order = torch.randperm(len(pictures.train), generator=torch.Generator().manual_seed(SPLIT)).tolist()
+        paths, n = [pictures.train.paths[row] for row in order], _n_train(config, len(order))
+        parts = paths[:n], paths[n : n + config.n_validation], pictures.val.paths[: config.n_test]
+        train, validation, test = (Decoded(part, config.side or 64) for part in parts)
+        return Pixels(train, validation, test, 256)
+    raise BadOption(f"There is no data {config.data!r}; there are digits, mnist, cifar10, folder.")
+
+
+def _pooled(config: FlowsConfig, train: Tensor, test: Tensor) -> Pixels:
+    order = torch.randperm(len(train), generator=torch.Generator().manual_seed(SPLIT))
+    n = _n_train(config, len(train))
+    parts = [train[order[:n]], train[order[n : n + config.n_validation]], _first(test, config.n_test)]
+    if config.side is not None:
+        k, rest = divmod(train.shape[-1], config.side)
+        if rest or k < 1:
+            raise BadOption(f"side = {config.side}: it must divide {train.shape[-1]}.")
+        parts = [F.avg_pool2d(x.float(), k).floor().to(torch.uint8) for x in parts]
+    return Pixels(parts[0], parts[1], parts[2], 256)
+
+
+def _n_train(config: FlowsConfig, there: int) -> int:
+    n = there - config.n_validation if config.n_train is None else config.n_train
+    if n < 1 or n + config.n_validation > there:
+        raise DataError(f"{there:,} images are too few for {max(n, 1):,} and {config.n_validation:,}.")
+    return n
+
+
+def _first(images: Tensor, n: int | None) -> Tensor:
+    if n is not None and not 0 < n <= len(images):
+        raise DataError(f"{n} images are asked for: there are {len(images):,}.")
+    return images if n is None else images[:n]
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """So many batches an epoch, in an order that is drawn anew whenever all images were seen."""
+
+    pixels: Pixels
+    config: FlowsConfig
+
+    def train(self, epoch: int, order: torch.Generator, subsample: torch.Generator) -> Iterable:
+        images, n = self.pixels.train, self.config.batch * self.config.batches
+        passes = math.ceil(n / len(images))
+        rows = torch.cat([torch.randperm(len(images), generator=order) for _ in range(passes)])[:n]
+        flips = (torch.rand(n, generator=order) < 0.5) & self.config.flip
+
+        def read(part: Tensor) -> tuple[Tensor]:
+            x = images[rows[part]].float()
+            return (torch.where(flips[part, None, None, None], x.flip(3), x),)
+
+        return Parts(torch.arange(n).split(self.config.batch), read, self.config.workers)
+
+    def validation(self) -> Sequence[Iterable]:
+        return [self._plain(self.pixels.validation)]
+
+    def test(self) -> Iterable:
+        return self._plain(self.pixels.test)
+
+    def _plain(self, images: Tensor | Decoded) -> Iterable:
+        rows = torch.arange(len(images)).split(128)
+        return Parts(rows, lambda part: (images[part].float(),), self.config.workers)
+
+
+# Training
+
+
+def main(config: FlowsConfig, run: Run) -> dict[str, Any]:
+    from experiments.density import Density  # takes seconds: not for a list of experiments
+    from experiments.training import train
+
+    pixels = load(config, run.data_dir)
+    if config.batch > len(pixels.train):
+        raise BadOption(f"A batch of {config.batch} is more than the {len(pixels.train)} images to train with.")
+    shape: Any = tuple(pixels.train[:1].shape[1:])
+    batches = Drawn(pixels, config)
+
+    def make() -> Density:
+        return Density(network(config, shape), pixels.levels, weight(config), config.lr, config.warmup)
+
+    with as_published():
+        done = train(run, make, batches, config.epochs, best="validation_bits", lowest=True)
+        module: Any = done.module
+        return {
+            "test_bits": done.last["test_bits"],
+            "test_bits_midpoint": done.last["test_bits_midpoint"],
+            "test_bits_by_solver": by_solver(module, pixels.test[:128].float()),
+            "gaussian_bits": gaussian_bits(config, pixels),
+            "parameters": sum(p.numel() for p in module.parameters()),
+            "peak_bytes": peak_bytes(module, next(iter(batches.train(0, run.generator(), run.generator())))[0]),
+            "round_trip": round_trip(module, pixels.test[:64]),
+            "samples": packed(samples(module, shape, SHOWN, run.seed("samples"))),
+            "real": packed(pixels.test[:SHOWN]),
+            "shape": shape,
+            "levels": pixels.levels,
+            "n_train": len(pixels.train),
+            "seeds": done.seeds,
+        }
+
+
+SHOWN = 36
+MANY = 5000
+
+
+def gaussian_bits(config: FlowsConfig, pixels: Pixels) -> float:
+    """Of a normal distribution with independent dimensions, fitted in the space of logits: what is to be beaten."""
+    logit, generator = Logit(config.alpha), torch.Generator().manual_seed(0)
+
+    def mapped(x: Tensor) -> tuple[Tensor, Tensor]:
+        y, log_det = logit((x.double() + torch.rand(x.shape, generator=generator)) / pixels.levels)
+        return y.flatten(1), log_det
+
+    y, _ = mapped(pixels.train[:MANY])
+    normal = torch.distributions.Normal(y.mean(0), y.std(0))
+    y, log_det = mapped(pixels.test[:MANY])
+    return float(bits_per_dim(normal.log_prob(y).sum(1) + log_det, y.shape[1], pixels.levels).mean())
+
+
+@torch.no_grad()
+def by_solver(module: Density, pixels: Tensor) -> dict[str, float]:
+    """The same bits, with the same noise, by two solvers: both integrals are good, or they would differ."""
+    from experiments.density import EVALUATION, Solved
+
+    ways = {"Dopri5 1e-5": EVALUATION, "ALF h 0.05": Solved(tm.ALF(), tm.FixedStep(0.05))}
+    return {name: float(module.bits(pixels, 0, how=how)) for name, how in ways.items()}
+
+
+@torch.no_grad()
+def round_trip(module: Density, pixels: Tensor) -> float:
+    """The largest difference of x from what comes back, both ways by Dopri5 at 1e-5."""
+    from experiments.density import EVALUATION, resolved
+
+    with resolved(module.network.flows(), EVALUATION):
+        x = (pixels.float() + 0.5) / module.levels
+        return float((module.network.inverse(module.network(x).z) - x).abs().max())
+
+
+@torch.no_grad()
+def samples(module: Density, shape: Sequence[int], n: int, seed: int, temperature: float = 1.0) -> Tensor:
+    """As pixels. temperature: below 1, images that are more likely, and more alike."""
+    from experiments.density import EVALUATION, resolved
+
+    z = torch.randn(n, math.prod(shape), generator=torch.Generator().manual_seed(seed))
+    with resolved(module.network.flows(), EVALUATION), as_published():
+        x = module.network.inverse(temperature * z)
+    return (x * module.levels).floor().clamp(0, module.levels - 1)
+
+
+def sampled(task: Task, n: int, seed: int, temperature: float) -> tuple[Tensor, int]:
+    """Images by the weights of a finished run, and the levels of their pixels."""
+    from experiments.density import Density
+
+    record = task.finished()
+    weights_there = [path for path in (task.folder / "weights.pt", task.path.with_suffix(".pt")) if path.exists()]
+    if record is None or not weights_there:
+        raise BadOption(f"There are no weights of this run: {task.command}")
+    config: Any = task.config
+    shape: Any = tuple(record.results["shape"])
+    module = Density(network(config, shape), record.results["levels"], 0.0, config.lr, config.warmup)
+    module.load_state_dict(torch.load(weights_there[0], weights_only=True))
+    return samples(module, shape, n, seed, temperature), module.levels
+
+
+def packed(pixels: Tensor) -> str:
+    return base64.b64encode(pixels.to(torch.uint8).cpu().numpy().tobytes()).decode()
+
+
+def unpacked(text: str, shape: Sequence[int]) -> Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8).view(-1, *shape)
+
+
+def peak_bytes(module: Density, pixels: Tensor) -> int:
+    """Of live tensors in one training step."""
+    module.zero_grad(set_to_none=True)
+    torch.manual_seed(0)
+    with LiveBytes() as live:
+        module.loss(pixels, torch.full_like(pixels, 0.5))[0].backward()
+    return live.peak

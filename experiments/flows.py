@@ -51,7 +51,7 @@ class FlowsConfig(Config):
     n_validation: int = 270
     n_test: int | None = None
     epochs: int = 10
-    batches: int = 50
+    batches: int = 40
     batch: int = 128
     lr: float = 1e-3
     warmup: int = 50
@@ -59,7 +59,7 @@ class FlowsConfig(Config):
     workers: int = 0
 
 
-SMALL = FlowsConfig(n_train=5000, n_validation=200, n_test=500, epochs=6, batches=40)
+SMALL = FlowsConfig(n_train=5000, n_validation=200, n_test=500, batches=25, batch=64)
 PAPER = FlowsConfig(
     widths=(64, 64, 64), n_blocks=2, alpha=1e-5, n_validation=1000, epochs=50, batch=200, warmup=1000
 )  # fmt: skip
@@ -67,7 +67,7 @@ PRESETS = {
     "smoke": FlowsConfig(widths=(8,), n_train=64, n_validation=16, n_test=16, epochs=1, batches=3, batch=32),
     "cpu": FlowsConfig(),
     "cpu-mnist": replace(SMALL, data="mnist", side=14),
-    "cpu-cifar10": replace(SMALL, data="cifar10", side=16, flip=True),
+    "cpu-cifar10": replace(SMALL, data="cifar10", side=16, batches=20, flip=True),
     "paper-mnist": replace(PAPER, data="mnist", batches=295),
     "paper-cifar10": replace(PAPER, data="cifar10", batches=245, flip=True),
     "paper-imagenet64": replace(PAPER, data="folder", side=64, batch=60, batches=21_000, weight=0.01, workers=8),

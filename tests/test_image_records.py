@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 import statistics
-from pathlib import Path
 
 import pytest
+from committed import records
 
-from experiments.record import Record
-from experiments.show import Found
 from experiments.views.images import accuracy, grouped, mean, together, training_seconds
 
 METHODS = ("mali", "adjoint", "resnet")
-RECORDS = Path(__file__).resolve().parents[1] / "experiments" / "records"
-
-
-def records(experiment: str, preset: str = "cpu") -> list[Found]:
-    found = [Found(Record.read(path), path.name) for path in sorted((RECORDS / experiment).glob("cpu*.json"))]
-    return [one for one in found if one.record.preset == preset and one.record.finished]
 
 
 @pytest.mark.parametrize(("experiment", "percent", "seeds"), [("digits", 97, 5), ("mnist", 97, 1), ("cifar10", 50, 3)])

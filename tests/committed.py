@@ -1,0 +1,15 @@
+"""The finished records that are committed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from experiments.record import Record
+from experiments.show import Found
+
+RECORDS = Path(__file__).resolve().parents[1] / "experiments" / "records"
+
+
+def records(experiment: str, preset: str = "cpu") -> list[Found]:
+    found = [Found(Record.read(path), path.name) for path in sorted((RECORDS / experiment).glob("*.json"))]
+    return [one for one in found if one.record.preset == preset and one.record.finished]

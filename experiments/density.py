@@ -6,13 +6,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-import lightning
 import torch
 from torch import Tensor
 
 import torchmali as tm
 from experiments.models.ffjord import FFJORD, bits_per_dim, log_prob
-from experiments.training import log_solves
+from experiments.training import Noting, log_solves
 from torchmali.nn import CNF, ExactTrace, Hutchinson
 
 
@@ -25,7 +24,7 @@ EVALUATION = Solved(tm.Dopri5(), tm.AdaptiveStep(1e-5, 1e-5))  # as published
 ACCURATE = Solved(tm.Dopri5(), tm.AdaptiveStep(1e-4, 1e-5))  # in the plane
 
 
-class Density(lightning.LightningModule):
+class Density(Noting):
     """Batches: (pixels,), of so many levels. weight: of both regularisers. Adam; its lr grows over the first steps."""
 
     def __init__(self, network: FFJORD, levels: int, weight: float, lr: float, warmup: int):
@@ -34,8 +33,8 @@ class Density(lightning.LightningModule):
 
     def training_step(self, batch: tuple[Tensor], batch_idx: int) -> Tensor:
         loss, bits = self.loss(batch[0], torch.rand(batch[0].shape, device=batch[0].device))
-        self._log("train_loss", loss, batch)
-        self._log("train_bits", bits, batch)
+        self.note("train_loss", loss, batch)
+        self.note("train_bits", bits, batch)
         return loss
 
     def loss(self, pixels: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
@@ -47,11 +46,11 @@ class Density(lightning.LightningModule):
         log_solves(self, self.network)
 
     def validation_step(self, batch: tuple[Tensor], batch_idx: int) -> None:
-        self._log("validation_bits", self.bits(batch[0], batch_idx), batch)
+        self.note("validation_bits", self.bits(batch[0], batch_idx), batch)
 
     def test_step(self, batch: tuple[Tensor], batch_idx: int) -> None:
-        self._log("test_bits", self.bits(batch[0], batch_idx), batch)
-        self._log("test_bits_midpoint", self.bits(batch[0], batch_idx, midpoint=True), batch)
+        self.note("test_bits", self.bits(batch[0], batch_idx), batch)
+        self.note("test_bits_midpoint", self.bits(batch[0], batch_idx, midpoint=True), batch)
 
     def bits(self, pixels: Tensor, seed: int, midpoint: bool = False, how: Solved = EVALUATION) -> Tensor:
         """The noise of pixels and of the trace is the same each time."""
@@ -61,9 +60,6 @@ class Density(lightning.LightningModule):
             x = (pixels + (0.5 if midpoint else noise.to(pixels.device))) / self.levels
             mapped = self.network(x)
         return bits_per_dim(log_prob(mapped), mapped.z.shape[1], self.levels).mean()
-
-    def _log(self, name: str, value: Tensor, batch: tuple[Tensor]) -> None:
-        self.log(name, value, on_step=False, on_epoch=True, batch_size=len(batch[0]), sync_dist=True)
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.Adam(self.parameters(), self.lr)
@@ -88,7 +84,7 @@ def resolved(flows: Sequence[CNF], how: Solved) -> Iterator[None]:
                 setattr(cnf, name, value)
 
 
-class Plane(lightning.LightningModule):
+class Plane(Noting):
     """A flow of points, by maximum likelihood."""
 
     def __init__(self, network: CNF, lr: float, epochs: int):
@@ -97,24 +93,21 @@ class Plane(lightning.LightningModule):
 
     def training_step(self, batch: tuple[Tensor], batch_idx: int) -> Tensor:
         nats = -self.network.log_prob(batch[0]).mean()
-        self._log("train_nats", nats, batch)
+        self.note("train_nats", nats, batch)
         return nats
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         log_solves(self, self.network)
 
     def validation_step(self, batch: tuple[Tensor], batch_idx: int) -> None:
-        self._log("validation_nats", self.nats(batch[0]), batch)
+        self.note("validation_nats", self.nats(batch[0]), batch)
 
     def test_step(self, batch: tuple[Tensor], batch_idx: int) -> None:
-        self._log("test_nats", self.nats(batch[0]), batch)
+        self.note("test_nats", self.nats(batch[0]), batch)
 
     def nats(self, x: Tensor) -> Tensor:
         with resolved([self.network], ACCURATE):
             return -self.network.log_prob(x).mean()
-
-    def _log(self, name: str, value: Tensor, batch: tuple[Tensor]) -> None:
-        self.log(name, value, on_step=False, on_epoch=True, batch_size=len(batch[0]), sync_dist=True)
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.Adam(self.parameters(), self.lr)

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import lightning
 import torch
 from torch import Tensor, nn
 
 from experiments.models.latent_ode import LatentODE, Loss, errors, log_likelihood
-from experiments.training import log_solves
+from experiments.training import Noting, log_solves
 
 
-class Filling(lightning.LightningModule):
+class Filling(Noting):
     """The published loss and optimizer: Adamax, whose lr falls by 0.1 % after each step, to a tenth."""
 
     def __init__(self, network: nn.Module, times: Tensor, lr: float, kl_wait: int):
@@ -29,8 +28,8 @@ class Filling(lightning.LightningModule):
     def training_step(self, batch: tuple[Tensor, ...], batch_idx: int) -> Tensor:
         over = self.current_epoch - self.kl_wait
         loss = self.loss(batch, 0.0 if over < 0 else 1 - 0.99**over)
-        self._log("train_loss", loss.total, batch)
-        self._log("train_mse", loss.mse, batch)
+        self.note("train_loss", loss.total, batch)
+        self.note("train_mse", loss.mse, batch)
         return loss.total
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -38,15 +37,12 @@ class Filling(lightning.LightningModule):
             log_solves(self, self.network.generate)
 
     def validation_step(self, batch: tuple[Tensor, ...], batch_idx: int) -> None:
-        self._log("validation_mse", self.loss(batch, 0.0).mse, batch)
+        self.note("validation_mse", self.loss(batch, 0.0).mse, batch)
 
     def test_step(self, batch: tuple[Tensor, ...], batch_idx: int) -> None:
         loss = self.loss(batch, 0.0)
-        self._log("test_mse", loss.mse, batch)
-        self._log("test_mse_later", loss.later, batch)
-
-    def _log(self, name: str, value: Tensor, batch: tuple[Tensor, ...]) -> None:
-        self.log(name, value, on_step=False, on_epoch=True, batch_size=len(batch[0]), sync_dist=True)
+        self.note("test_mse", loss.mse, batch)
+        self.note("test_mse_later", loss.later, batch)
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.Adamax(self.parameters(), self.lr)

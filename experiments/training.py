@@ -42,7 +42,13 @@ N_KEPT = 2  # checkpoints; one more than needed, should the last be damaged
 ACCURACIES = ("train_accuracy", "validation_accuracy", "watched_accuracy", "test_accuracy")
 
 
-class Classifier(lightning.LightningModule):
+class Noting(lightning.LightningModule):
+    def note(self, name: str, value: Tensor, batch: Sequence[Any]) -> None:
+        """The mean over an epoch."""
+        self.log(name, value, on_step=False, on_epoch=True, batch_size=len(batch[0]), sync_dist=True)
+
+
+class Classifier(Noting):
     """A network that is trained by cross-entropy; counts the evaluations of f by all that it solves."""
 
     def __init__(
@@ -61,7 +67,7 @@ class Classifier(lightning.LightningModule):
         images, labels = batch
         logits = self.network(images)
         loss = F.cross_entropy(logits, labels)
-        self.log("train_loss", loss, on_step=False, on_epoch=True, batch_size=len(labels), sync_dist=True)
+        self.note("train_loss", loss, batch)
         self._count("train_accuracy", logits.detach(), labels)
         return loss
 

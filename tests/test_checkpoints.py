@@ -102,7 +102,7 @@ def through_a_field(method, dtype=torch.float32):
 @pytest.mark.parametrize("run", [growth_gradient, through_a_field])
 def test_forced_drift_is_warned_about_without_checkpoints_and_repaired_with_them(run):
     exact, _ = run(tm.ACA())
-    with pytest.warns(tm.SolverWarning, match=r"relative error of .*the gradient is about as wrong"):
+    with pytest.warns(tm.SolverWarning, match=r"relative error above .*the gradient is about as wrong"):
         _, stats = run(tm.MALI(checkpoint_every=None))
     assert stats.reconstruction_error > 1e-3 and stats.n_reruns == 0
     with pytest.warns(tm.SolverWarning, match="solved again with more states kept, so the gradient is right"):
@@ -159,7 +159,7 @@ def test_a_small_sample_that_drifts_is_not_hidden_by_its_batch(dtype, growth, ot
         return torch.autograd.grad(solution.y[-1][17, 0], w)[0], solution.stats
 
     exact, _ = gradient(tm.Naive())
-    with pytest.warns(tm.SolverWarning, match="1 segments were solved again"):
+    with pytest.warns(tm.SolverWarning, match="Segments were solved again"):
         rebuilt, stats = gradient(tm.MALI())
     assert stats.n_reruns == 1
     assert difference(rebuilt, exact) < 20 * torch.finfo(dtype).eps
@@ -180,7 +180,7 @@ def test_what_drifts_again_is_solved_again(order, rate):
         return torch.autograd.grad(solution.y[-1].norm(), y0)[0], solution.stats
 
     exact, _ = gradient(tm.ACA())
-    with pytest.warns(tm.SolverWarning, match="segments were solved again"):
+    with pytest.warns(tm.SolverWarning, match="Segments were solved again"):
         rebuilt, stats = gradient(tm.MALI())
     assert stats.n_reruns > 1
     assert difference(rebuilt, exact) < 1e-8

@@ -1,6 +1,8 @@
 """Gradients are those of the discretisation: every method against plain autograd through the same steps."""
 
 import functools
+import math
+import warnings
 from typing import Any
 
 import numpy as np
@@ -377,10 +379,25 @@ def test_mali_warns_when_round_off_grew_on_the_way_back():
     # Growth by e^10 in float32: the reconstruction is off by eps e^10, some 1e-3 and more.
     y0 = torch.linspace(0.5, 1.5, 4).requires_grad_()
     solution = tm.solve(lambda t, y: 10 * y, y0, [0.0, 1.0], controller=tm.FixedStep(1 / 100))
-    with pytest.warns(tm.SolverWarning, match="relative error of"):
+    with pytest.warns(tm.SolverWarning, match=r"relative error above \d"):
         solution.y[-1].sum().backward()
     assert solution.stats.reconstruction_error is not None
     assert solution.stats.reconstruction_error > 1e-3
+
+
+def test_training_that_drifts_at_every_step_says_so_once_for_each_power_of_ten():
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("default")
+        found = [drifted(growth) for growth in (10.0, 10.1, 10.2, 10.3)]
+    assert len(set(found)) == 4 and len(told) == len({math.floor(math.log10(error)) for error in found}) < 4
+
+
+def drifted(growth: float) -> float:
+    y0 = torch.linspace(0.5, 1.5, 4).requires_grad_()
+    solution = tm.solve(lambda t, y: growth * y, y0, [0.0, 1.0], controller=tm.FixedStep(1 / 100))
+    solution.y[-1].sum().backward()
+    assert solution.stats.reconstruction_error is not None
+    return solution.stats.reconstruction_error
 
 
 def test_a_field_that_is_not_repeatable_shows_in_the_reconstruction():

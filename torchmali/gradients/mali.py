@@ -136,11 +136,13 @@ class MALI(ReplayGradient):
                 _require_one_scale(i, leaf.abs().amax(0), span * v.abs())
 
     def judge_backward(self, drift: float, limit: float, n_reruns: int) -> None:
-        error = f"MALI rebuilt a state with a relative error of {drift:.2g}: round-off grew on the way back"
+        # Its order alone: what training says at every step in the same words, Python shows once.
+        size = f"above {10.0 ** math.floor(math.log10(drift)):g}" if 0 < drift < math.inf else f"of {drift:g}"
+        error = f"MALI rebuilt a state with a relative error {size}: round-off grew on the way back"
         if n_reruns:
             warn(
-                f"{error}. {n_reruns} segments were solved again with more states kept, so the gradient is right, but "
-                "took longer and more memory. MALI(exact=True) or a smaller checkpoint_every=K avoids that."
+                f"{error}. Segments were solved again with more states kept, so the gradient is right, but took "
+                "longer and more memory (stats.n_reruns). MALI(exact=True) or a smaller checkpoint_every=K avoids that."
             )
         elif drift > max(limit, TELL_LIMIT):
             warn(

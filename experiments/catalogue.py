@@ -141,7 +141,7 @@ EXPERIMENTS = {
             shows="Table 4; Table 7",
             presets=latent.PRESETS,
             main=latent.main,
-            takes={"smoke": "10 s a method", "cpu": "6 min a run", "paper": "estimated: 15 h a run with MALI"},
+            takes={"smoke": "10 s a method", "cpu": "8 min a run", "paper": "estimated: 15 h a run with MALI"},
             data="HopperPhysics, or simulated (mujoco, dm_control)",
             methods=latent.METHODS,
             usual=("naive", "adjoint", "aca", "mali", "rnn", "gru_d"),
@@ -155,7 +155,7 @@ EXPERIMENTS = {
             main=paths.main,
             takes={
                 "smoke": "5 s a method",
-                "cpu": "10 min a run",
+                "cpu": "10 min a run, the adjoint 30",
                 "cpu-digits": "1 min a run",
                 "cpu-vowels": "3 min a run",
                 "cpu-published": "1 h (MALI)",
@@ -172,7 +172,7 @@ EXPERIMENTS = {
             shows="Table 6, its samples",
             presets=flows.PRESETS,
             main=flows.main,
-            takes={"smoke": "10 s a method", "cpu": "10 min a run"},
+            takes={"smoke": "10 s a method", "cpu": "estimated: 5 to 15 min a run"},
             data="scikit-learn's digits (come with it); MNIST, CIFAR-10, ImageNet",
             methods=tuple(flows.METHODS),
             usual=("vanilla", "rnode", "rnode05", "seminorm", "mali"),
@@ -184,7 +184,7 @@ EXPERIMENTS = {
             shows="Table 1, for flows",
             presets=flow_memory.RUNS,
             main=flow_memory.main,
-            takes={"smoke": "10 s", "cpu": "5 min"},
+            takes={"smoke": "10 s", "cpu": "estimated: 5 min"},
         ),
         Experiment(
             name="densities",
@@ -192,7 +192,7 @@ EXPERIMENTS = {
             shows="nothing of the paper's; pictures that teach",
             presets=densities.PRESETS,
             main=densities.main,
-            takes={"smoke": "5 s", "cpu": "5 min"},
+            takes={"smoke": "5 s", "cpu": "estimated: 7 min"},
         ),
     )
 }

@@ -21,7 +21,6 @@ from experiments.data.source import DataError
 from experiments.images import as_published
 from experiments.models.ffjord import FFJORD, Logit, bits_per_dim
 from experiments.runner import BadOption, Config, Run, Task
-from torchmali.measure import LiveBytes
 from torchmali.nn import CNF, Hutchinson, gaussian
 
 if TYPE_CHECKING:
@@ -339,8 +338,8 @@ def unpacked(text: str, shape: Sequence[int]) -> Tensor:
 
 def peak_bytes(module: Density, pixels: Tensor) -> int:
     """Of live tensors in one training step."""
+    from experiments.training import live_peak
+
     module.zero_grad(set_to_none=True)
     torch.manual_seed(0)
-    with LiveBytes() as live:
-        module.loss(pixels, torch.full_like(pixels, 0.5))[0].backward()
-    return live.peak
+    return live_peak(lambda: module.loss(pixels, torch.full_like(pixels, 0.5))[0].backward())

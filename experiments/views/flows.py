@@ -334,7 +334,7 @@ def plane(found: list[Found]) -> Shown:
     )
     caption = "Top: points to learn from. Middle: the density of the flow. Bottom: samples. Trained with MALI, order 4."
     picture = Picture("plane", "Densities in the plane", caption, partial(_plane, found), commands(found))
-    caption = "Normal noise becomes samples: where points are at six times of the flow."
+    caption = "Normal noise becomes samples: points that follow the flow."
     film = partial(_film, found)
     way = Picture("plane-way", "On the way from noise", caption, partial(_way, found), commands(found), film)
     return [table], [picture, way], claims

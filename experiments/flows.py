@@ -52,15 +52,16 @@ class FlowsConfig(Config):
     epochs: int = 10
     batches: int = 40
     batch: int = 128
-    lr: float = 1e-3
-    warmup: int = 50
+    lr: float = 5e-3
+    warmup: int = 20
     flip: bool = False
     workers: int = 0
 
 
 SMALL = FlowsConfig(n_train=5000, n_validation=200, n_test=500, batches=25, batch=64)
 PAPER = FlowsConfig(
-    widths=(64, 64, 64), n_blocks=2, alpha=1e-5, n_validation=1000, epochs=50, batch=200, warmup=1000
+    widths=(64, 64, 64), n_blocks=2, alpha=1e-5, n_validation=1000, epochs=50, batch=200, lr=1e-3,
+    warmup=1000,
 )  # fmt: skip
 PRESETS = {
     "smoke": FlowsConfig(widths=(8,), n_train=64, n_validation=16, n_test=16, epochs=1, batches=3, batch=32),

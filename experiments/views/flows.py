@@ -9,6 +9,7 @@ import statistics
 from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -250,20 +251,12 @@ def _curves(by: Groups) -> Figure:
             curve = one.record.metrics["validation_bits"]
             steps = [(k + 1) * one.record.config["batches"] for k in range(len(curve))]
             times = list(accumulate(one.record.seconds["training_cpu"]))
-            for ax, x in ((by_step, steps), (by_time, times)):
-                ax.plot(
-                    x,
-                    curve,
-                    "o-",
-                    markersize=3,
-                    linewidth=1.5,
-                    color=_color(method),
-                    label=NAMES[method] if not i else None,
-                )
+            style: Any = {"color": _color(method), "label": None if i else NAMES[method], "linewidth": 1.5}
+            by_step.plot(steps, curve, "o-", markersize=3, **style)
+            by_time.plot(times, curve, "o-", markersize=3, **style)
+    floor = next(iter(by.values()))[0].record.results["gaussian_bits"]
     for ax in (by_step, by_time):
-        ax.axhline(
-            next(iter(by.values()))[0].record.results["gaussian_bits"], color="#808080", linestyle="--", linewidth=1
-        )
+        ax.axhline(floor, color="#808080", linestyle="--", linewidth=1)
     handles, labels = by_step.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
     return figure
@@ -329,9 +322,8 @@ def plane(found: list[Found]) -> Shown:
         "lowest possible",
         "density inside the picture, sum",
     )
-    table = Table(
-        "plane", "Densities in the plane", columns, rows, "Minus the log-likelihood of test points.", commands(found)
-    )
+    notes = "Minus the log-likelihood of test points."
+    table = Table("plane", "Densities in the plane", columns, rows, notes, commands(found))
     caption = "Top: points to learn from. Middle: the density of the flow. Bottom: samples. Trained with MALI, order 4."
     picture = Picture("plane", "Densities in the plane", caption, partial(_plane, found), commands(found))
     caption = "Normal noise becomes samples: points that follow the flow."

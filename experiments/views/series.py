@@ -387,9 +387,9 @@ def published(found: list[Found]) -> Shown:
     )  # fmt: skip
     notes = "Networks of the published size, trained with MALI on one thread: the latent ODE with all 10,000 "
     notes += (
-        "trajectories, the Neural CDE with 640 steps of h = 0.25, on 7,000 clips where the preset is cpu-published "
+        "trajectories; the Neural CDE with 640 steps of h = 0.25, where the preset is cpu-published on 7,000 clips "
     )
-    notes += "(the paper: 24,482). The same command goes on from the last checkpoint."
+    notes += "in batches of 256 (as published: 24,482, of 1024). The same command goes on from the last checkpoint."
     caption = "Learning curves of the networks of the published size; dashed, the paper's result after all epochs."
     picture = Picture(
         "published", "The published size, as far as we got", caption, partial(_draw_published, found), commands(found)

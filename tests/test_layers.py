@@ -51,7 +51,7 @@ FORBIDDEN = {  # finer than the order above: importing room -> what it must not 
     "solvers.runge_kutta": ("solvers.leapfrog",),
 }
 SOURCES = [path for path in sorted(CORE.rglob("*.py")) if path.read_text().strip()]
-MAX_LINES = 2800  # of what a solve runs through
+MAX_LINES = 2900  # of what a solve runs through
 TOOLS = ("audit", "code", "__main__")  # beside it, or on top of it
 
 

@@ -184,8 +184,9 @@ def test_a_fixed_step_loop_reads_nothing_from_the_device(method, solver):
     for h in (0.2, 0.01):
         forward, backward, stats = host_reads(method, tm.FixedStep(h), solver)
         assert forward <= PER_SOLVE
-        compared = 1 + stats.n_refreshes if isinstance(method, tm.MALI) else 0  # what was rebuilt, with the truth
-        assert backward == compared
+        # What was rebuilt is compared with the truth; with ACA the last step alone, in case that f is another one.
+        compared = {tm.Naive: 0, tm.ACA: 1, tm.MALI: 1 + stats.n_refreshes}
+        assert backward == compared[type(method)]
 
 
 @pytest.mark.parametrize("method", [tm.Naive(), tm.ACA(), tm.MALI()], ids=repr)
@@ -209,7 +210,7 @@ def test_an_adaptive_attempt_reads_once(solver, tolerance):
     controller = tm.AdaptiveStep(tolerance, tolerance / 10, h0=0.3)
     forward, backward, stats = host_reads(tm.ACA(), controller, solver)
     assert forward == PER_SOLVE + stats.n_steps + stats.n_rejected
-    assert backward == 0
+    assert backward == 1
 
 
 @pytest.mark.parametrize("tolerance", [1e-2, 1e-4])

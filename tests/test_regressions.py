@@ -1,6 +1,7 @@
 """Ways in which a field can be written or used that once gave a wrong number, a crash or needless work."""
 
 import math
+import warnings
 import weakref
 from typing import Any
 
@@ -8,8 +9,10 @@ import pytest
 import torch
 from problems import VAN_DER_POL
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import torchmali as tm
+from torchmali.nn import CubicControl, LinearControl, NeuralCDE, ODEBlock, linear_coeffs, natural_cubic_coeffs
 
 FIXED = tm.FixedStep(0.1)
 
@@ -380,3 +383,171 @@ def test_an_arg_without_a_gradient_is_watched_and_set_free_like_any_saved_tensor
     alive = weakref.ref(x)
     del x
     assert alive() is None
+
+
+EVERY = [*EXACT, (tm.Dopri5(), tm.Adjoint(controller=tm.FixedStep(0.02)))]
+every_method = pytest.mark.parametrize(("solver", "gradient"), EVERY, ids=repr)
+
+
+def assert_agrees(grads, exact, gradient):
+    limit = 1e-5 if isinstance(gradient, tm.Adjoint) else 1e-12
+    for g, e in zip(grads, exact, strict=True):
+        assert (g - e).norm() <= limit * e.norm()
+
+
+class Tanh(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.context = net(), 0.0
+
+    def forward(self, t, y):
+        return torch.tanh(self.linear(y) + self.context)
+
+
+@every_method
+def test_parameters_that_a_functional_call_lends_get_their_gradient(solver, gradient):
+    def gradients(method):
+        block = ODEBlock(Tanh(), solver=solver, controller=tm.FixedStep(0.02), gradient=method)
+        lent = {name: (2 * p).detach().requires_grad_() for name, p in block.named_parameters()}
+        y = torch.func.functional_call(block, {name: torch.sin(p) for name, p in lent.items()}, (double(2, 3),))
+        before = [p.clone() for p in block.parameters()]
+        grads = torch.autograd.grad((y**2).sum(), list(lent.values()))
+        assert all(map(torch.equal, before, block.parameters()))
+        return grads
+
+    assert_agrees(gradients(gradient), gradients(tm.Naive()), gradient)
+
+
+@every_method
+@pytest.mark.parametrize("through", ["closure", "observe"])
+def test_hooks_on_a_tensor_with_a_history_see_its_whole_gradient_once(solver, gradient, through):
+    def gradients(method):
+        w, calls = (0.5 * double(3, 3)).requires_grad_(), []
+        h = torch.tanh(w)
+        h.retain_grad()
+        h.register_hook(lambda g: calls.append(1) or -0.5 * g)
+        options: dict = {"solver": solver, "controller": tm.FixedStep(0.02), "gradient": method}
+        if through == "closure":
+            loss = (tm.solve(lambda t, y: torch.sin(y @ h), double(2, 3), T, **options).y[-1] ** 2).sum()
+        else:
+            options["observe"] = lambda t, y: ((y @ h) ** 2).sum()
+            loss = tm.solve(lambda t, y: torch.sin(y), double(2, 3), T, **options).observed
+        loss.backward()
+        assert len(calls) == 1 or isinstance(method, tm.Naive)
+        return w.grad, h.grad
+
+    assert_agrees(gradients(gradient), gradients(tm.Naive()), gradient)
+
+
+@exact_methods
+def test_hooks_see_the_whole_gradient_inside_a_checkpoint(solver, gradient):
+    def gradients(method):
+        lin = net()
+        lin.weight.register_hook(lambda g: -2 * g)
+
+        def run(y):
+            return end(lambda t, y: torch.tanh(lin(y)), y, solver, method)[-1]
+
+        y: Any = checkpoint(run, double(2, 3).requires_grad_(), use_reentrant=False)
+        return torch.autograd.grad((y**2).sum(), lin.weight)
+
+    assert_same(gradients(gradient), gradients(tm.Naive()))
+
+
+LATE: dict = {}
+
+
+@every_method
+def test_a_leaf_that_f_first_reads_late_is_told_of(solver, gradient):
+    LATE["w"], lin = double(3, 3).requires_grad_(), net()
+    y = end(lambda t, y: lin(y) + (y @ LATE["w"] if t > 0.5 else 0), double(2, 3), solver, gradient)
+    with pytest.warns(UserWarning, match="requires a gradient but would"):
+        (y[-1] ** 2).sum().backward()
+
+
+@every_method
+def test_a_leaf_that_f_first_reads_late_and_through_another_is_refused(solver, gradient):
+    w = double(3, 3).requires_grad_()
+    h = torch.tanh(w)
+    y = end(lambda t, y: torch.sin(y @ w) if t > 0.5 else torch.cos(y @ h), double(2, 3), solver, gradient)
+    with pytest.raises(tm.InvalidField, match="directly and through another"):
+        (y[-1] ** 2).sum().backward()
+
+
+@every_method
+@pytest.mark.parametrize("h", [0.2, 1.0])
+def test_a_field_that_is_set_up_for_the_next_solve_is_not_the_one_of_the_last(solver, gradient, h):
+    field, loss = Tanh(), 0.0
+    for context in (0.0, 1.0):
+        field.context = context
+        options: dict = {"solver": solver, "controller": tm.FixedStep(h), "gradient": gradient}
+        loss = loss + (tm.solve(field, double(2, 3), (0.0, 1.0), **options).y[-1] ** 2).sum()
+    assert isinstance(loss, torch.Tensor)
+    with pytest.raises(tm.NonRepeatableField, match=r"through args=\(...\)"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("solver", [tm.ALF(), tm.RK4(), tm.Dopri5()], ids=repr)
+def test_a_field_that_overwrites_what_it_returned_is_refused(solver):
+    w, buffer = double(3, 3), torch.empty(2, 3, dtype=torch.float64)
+    with pytest.raises(tm.InvalidField, match="return a new tensor"):
+        tm.solve(
+            lambda t, y: torch.mm(y, w, out=buffer), double(2, 3), T, solver=solver, controller=FIXED, gradient=tm.ACA()
+        )
+
+
+@exact_methods
+def test_a_tensor_computed_from_parameters_outside_f_is_refused_with_advice(solver, gradient):
+    field: Any = Tanh()
+    field.context = torch.tanh(field.linear(double(2, 3)))
+    y = end(field, double(2, 3), solver, gradient)
+    with pytest.raises(tm.InvalidField, match=r"args=\(...\)"):
+        y.sum().backward()
+
+
+@exact_methods
+def test_a_lazy_module_must_have_its_shapes(solver, gradient):
+    lazy = nn.LazyLinear(3, dtype=torch.float64)
+
+    def func(t, y):
+        return torch.tanh(lazy(y))
+
+    with pytest.raises(tm.InvalidField, match="lazy"):
+        end(func, double(2, 3), solver, gradient)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Lazy modules")
+        assert end(func, double(2, 3), solver, tm.Naive()).shape == (3, 2, 3)
+    end(func, double(2, 3), solver, gradient).sum().backward()
+    assert lazy.weight.grad is not None
+
+
+def test_a_complex_parameter_is_not_for_the_adjoint_and_a_sparse_gradient_is():
+    w = torch.ones(2, dtype=torch.complex128, requires_grad=True)
+    with pytest.raises(tm.Incompatible, match="complex"):
+        end(lambda t, y: torch.fft.irfft(torch.fft.rfft(y) * w, 3), double(2, 3), tm.Dopri5(), tm.Adjoint())
+    table = nn.Embedding(4, 3, sparse=True, dtype=torch.float64)
+
+    def gradients(method):
+        options: dict = {"solver": tm.Dopri5(), "controller": tm.FixedStep(0.02), "gradient": method}
+        y = tm.solve(lambda t, y: torch.tanh(y + table(torch.tensor([0, 2]))), double(2, 3), T, **options).y
+        return [g.to_dense() for g in torch.autograd.grad((y[-1] ** 2).sum(), table.weight)]
+
+    assert_agrees(gradients(tm.Adjoint()), gradients(tm.Naive()), tm.Adjoint())
+
+
+@pytest.mark.parametrize("t", [(0.0, 5.0, 3.0), (1.0, 0.0, 3.0)])
+@pytest.mark.parametrize("control", [LinearControl, CubicControl])
+def test_times_of_a_neural_cde_are_in_order(t, control):
+    lin, x = net(0, 4, 12), double(2, 6, 3)
+    coeffs = linear_coeffs(x) if control is LinearControl else natural_cubic_coeffs(x)
+    model = NeuralCDE(lambda t, z: torch.tanh(lin(z)).unflatten(-1, (4, 3)), control=control)
+    with pytest.raises(tm.InvalidTimes, match="throughout"):
+        model(coeffs, t=t, z0=double(2, 4))
+
+
+def test_options_are_not_taken_for_those_of_another_adjoint_method():
+    lin, y0, t = net(), double(2, 3), torch.tensor([0.0, 1.0])
+    call: dict = {"method": "rk4", "options": {"step_size": 0.5}, "adjoint_method": "dopri5"}
+    with pytest.raises(tm.InvalidOption, match="adjoint_options"):
+        tm.odeint_adjoint(lambda t, y: lin(y), y0, t, **call)
+    assert tm.odeint_adjoint(lambda t, y: lin(y), y0, t, **call, adjoint_options={}).shape == (2, 2, 3)

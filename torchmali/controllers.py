@@ -282,7 +282,7 @@ class _AdaptivePace(Pace):
                 f"{self.n_attempts} steps reached t = {number(t1 if accepted else t0):.6g} of "
                 f"{number(self.t_end):.6g} (h = {abs(number(self.h)):.3g}, {self.n_rejected / self.n_attempts:.0%} "
                 "rejected). The problem may be stiff, or contract too much for ALF without refresh; loosen rtol/atol, "
-                "try another solver, or raise AdaptiveStep(max_steps=...)."
+                'try another solver, or raise AdaptiveStep(max_steps=...), in odeint options={"max_num_steps": ...}.'
             )
         return accepted
 

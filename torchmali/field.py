@@ -6,11 +6,13 @@ import contextlib
 import copy
 import functools
 import types
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from torchmali.solution import InvalidField, NonRepeatableField, require, warn
 from torchmali.state import Leaves, Structure, Tensors, Time
@@ -61,6 +63,9 @@ class Field:
         theta = [p for p in unique.values() if id(p) not in self.behind and p.grad_fn not in behind]
         self.args, self.is_leaf = self.args_structure.rebuild(self.arg_leaves), structure.spec.is_leaf()
         self.theta = [*(self.arg_leaves[i] for i in self.slots), *theta]
+        self.originals = [weakref.ref(p) for p in theta]  # saved ones may come back as other objects
+        places = {id(p): i for i, p in enumerate(theta)}
+        self.held = [(m, name, places[id(p)]) for m in modules for name, p in m._parameters.items() if id(p) in places]
         self.signature = [(z.shape, z.dtype) for z in z0]
         self.device = z0[0].device
         self.t_dtype = max((z.dtype for z in z0), key=lambda dtype: dtype.itemsize)
@@ -68,6 +73,8 @@ class Field:
         self.wants_t = False
         self.surroundings = Surroundings(modules, self.device, buffers)
         self.looks_for_leaves = False  # warn, once, of leaves that would get no gradient
+        self.told: set[int] = set()  # of these
+        self.returned: list[tuple[weakref.ref, int]] = []  # by the first evaluation, and their versions
         self.needs_care, self.needs_graph, self.n_careful = True, False, 0  # as the first evaluations show
         self.n_evals = self.n_vjps = 0
         self.fingerprint: Tensor | None = None  # of its first value
@@ -121,8 +128,12 @@ class Field:
         is_first = self.n_careful == 1
         with around.first_evaluation() if is_first else around.evaluation(), unchanged(z, self.called):
             u = self._tried(self._look_for_leaves if is_first and self.looks_for_leaves else self._at, t, z)
-        if is_first and around.modules:
+        if is_first and (around.modules or self.looks_for_leaves):
             self.fingerprint = _fingerprint(u)
+        if is_first:
+            self.returned = [(weakref.ref(x), x._version) for x in u if not x.is_inference()]
+        is_kept = all((x := there()) is None or x._version == version for there, version in self.returned)
+        require(is_kept, f"{self.called} overwrites what it returned before: let it return a new tensor.", InvalidField)
         # The second one may be the first without gradients.
         self.needs_care = self.n_careful < 2 or self.needs_graph or around.is_active
         return u
@@ -157,20 +168,39 @@ class Field:
     @contextlib.contextmanager
     def backward_pass(self, t: float, z: Tensors) -> Iterator[None]:
         """Around all evaluations of a backward pass. t, z: where f was evaluated first."""
-        with self.surroundings.backward_pass():
+        with self.surroundings.backward_pass(), self._parameters_of_then():
             changes = self.surroundings.changes()
-            if changes and self.fingerprint is not None:
-                # They may be of modules that f could reach but has no use for: ask f itself.
-                with torch.no_grad():
-                    now, n_evals = _fingerprint(self(t, z)), self.n_evals
-                self.n_evals = n_evals - 1
-                accuracy = max(100 * torch.finfo(now.dtype).eps, self.surroundings.coarseness)
-                what = f"{self.called} is not what it was in the forward pass: {changes}."
+            if changes:  # they may be of modules that f could reach but has no use for: ask f itself
                 again = "Call backward before that, or solve again after it."
-                same = torch.allclose(now, self.fingerprint, accuracy, 0.0)
-                require(same, f"{what} {again}", NonRepeatableField)
-            with without_hooks(self.theta):
+                what = f"{self.called} is not what it was in the forward pass: {changes}. {again}"
+                require(self.is_as_first(t, z), what, NonRepeatableField)
+            with without_hooks([x for original in self.originals if (x := original()) is not None]):
                 yield
+
+    def is_as_first(self, t: Time, z: Tensors) -> bool:
+        """Whether f(t, z) is what the first evaluation gave. Not counted."""
+        if self.fingerprint is None:
+            return True
+        n_evals = self.n_evals
+        with torch.no_grad():
+            now = _fingerprint(self(t, z))
+        self.n_evals = n_evals
+        accuracy = max(100 * torch.finfo(now.dtype).eps, self.surroundings.coarseness)
+        return torch.allclose(now, self.fingerprint, accuracy, 0.0)
+
+    @contextlib.contextmanager
+    def _parameters_of_then(self) -> Iterator[None]:
+        """torch.func.functional_call lends parameters to a module for the forward pass only: they are lent again."""
+        theta, moved = self.theta[len(self.slots) :], []
+        for module, name, i in self.held:
+            if (now := module._parameters[name]) is not self.originals[i]():
+                moved.append((module._parameters, name, now))
+                module._parameters[name] = theta[i]
+        try:
+            yield
+        finally:
+            for parameters, name, now in moved:
+                parameters[name] = now
 
     def _leaves(self, u: Any) -> Tensors:
         try:
@@ -198,17 +228,22 @@ class Field:
         t, z = self.time(t), tuple(x.detach().requires_grad_(x.requires_grad) for x in z)
         with torch.enable_grad():
             u = self._at(t, z)
-        for leaf in forgotten_leaves(u, [*self.theta, t, *z]):  # f may have made t and y require gradients itself
+        self._tell_of_leaves(u, [*self.theta, t, *z])  # f may have made t and y require gradients itself
+        return tuple(x.detach() for x in u)
+
+    def _tell_of_leaves(self, u: Leaves, known: Sequence[Tensor]) -> None:
+        for leaf in forgotten_leaves(u, known):
             twice = (
                 f"f depends on a tensor of shape {tuple(leaf.shape)} directly and through another tensor that was made "
                 "from it outside f, and only one of the two parts would be counted. Pass the other through args=(...)."
             )
             require(id(leaf) not in self.behind, twice, InvalidField)
-            warn(
-                f"{self.called} depends on a tensor of shape {tuple(leaf.shape)} that requires a gradient but would "
-                f"get none: it is not among the parameters found in {self.called}. {self.remedy}"
-            )
-        return tuple(x.detach() for x in u)
+            if id(leaf) not in self.told:
+                warn(
+                    f"{self.called} depends on a tensor of shape {tuple(leaf.shape)} that requires a gradient but "
+                    f"would get none: it is not among the parameters found in {self.called}. {self.remedy}"
+                )
+            self.told.add(id(leaf))
 
     def linearize(self, t: Time, z: Tensors, a: Leaves) -> tuple[Tensors, list[Tensor | None], Tensor | None]:
         """u = f(t, z), then a^T df/d(z, theta) and a^T df/dt (where wanted), from one evaluation.
@@ -229,6 +264,8 @@ class Field:
         self, outputs: Leaves, inputs: list[Tensor], a: Sequence[Tensor | None], n_evals: int = 1
     ) -> list[Tensor | None]:
         """a^T d(outputs)/d(inputs), through n_evals evaluations; None: no dependence."""
+        if not self.n_vjps and self.looks_for_leaves:  # again, at the other end: f may be another one there
+            self._tell_of_leaves(outputs, inputs)
         self.n_vjps += n_evals
         ends, starts = [], []
         for x, g in zip(outputs, a, strict=True):
@@ -238,7 +275,15 @@ class Field:
         if not ends:
             return [None] * len(inputs)
         options = False, False, tuple(inputs), True  # retain and create graph, inputs, allow unused
-        return list(_run_backward(tuple(ends), tuple(starts), *options, accumulate_grad=False))
+        try:
+            return list(_run_backward(tuple(ends), tuple(starts), *options, accumulate_grad=False))
+        except RuntimeError as error:
+            if "second time" not in str(error):
+                raise
+            raise InvalidField(
+                f"{self.called} reads a tensor that was computed outside it from its own parameters, and each step "
+                "would have to go back through that. Pass the tensor through args=(...), or compute it inside."
+            ) from error
 
 
 @contextlib.contextmanager
@@ -258,14 +303,18 @@ def _fingerprint(u: Tensors) -> Tensor:
 @contextlib.contextmanager
 def without_hooks(tensors: Sequence[Tensor]) -> Iterator[None]:
     """Hooks on parameters are for their whole gradient, which autograd shows them; not for the share of each step."""
-    hooked = [(x, x._backward_hooks) for x in tensors if x._backward_hooks]
+    # Emptied, not taken away: of a tensor with a history autograd itself holds the dict.
+    hooked = [(hooks, dict(hooks)) for x in tensors if (hooks := x._backward_hooks)]
+    retained = [(x, x.grad) for x in tensors if x.retains_grad]
     try:
-        for x, _ in hooked:
-            x._backward_hooks = None
+        for hooks, _ in hooked:
+            hooks.clear()
         yield
     finally:
-        for x, hooks in hooked:
-            x._backward_hooks = hooks
+        for hooks, kept in hooked:
+            hooks.update(kept)
+        for x, grad in retained:
+            x.grad = grad
 
 
 def _normal(x: Any) -> Any:
@@ -331,12 +380,11 @@ class _Search:
             self.look(list(vars(x).values()), False)
 
 
-def forgotten_leaves(u: Tensors, known: Sequence[Tensor]) -> list[Tensor]:
+def forgotten_leaves(u: Leaves, known: Sequence[Tensor]) -> list[Tensor]:
     """Leaves in the graph of u that are not known and not behind something known."""
-    reached = _graph([x.grad_fn for x in u], {x.grad_fn for x in known})
-    leaves = [*map(_leaf, reached), *(x for x in u if x.requires_grad and x.grad_fn is None)]
-    stop = {id(x) for x in (None, *known)}
-    return [x for x in leaves if id(x) not in stop]
+    # By their nodes: under saved-tensor hooks a saved leaf comes back as another object.
+    ends, stop = ([get_gradient_edge(x).node for x in some if x.requires_grad] for some in (u, known))
+    return [x for x in map(_leaf, _graph(ends, set(stop))) if x is not None]
 
 
 def _graph(nodes: list, stop: set) -> set:

@@ -10,6 +10,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 import torchmali.solvers.runge_kutta as rk
 from torchmali.code import Code
@@ -21,7 +22,17 @@ from torchmali.gradients.base import GradientMethod, Problem
 from torchmali.gradients.mali import MALI
 from torchmali.gradients.naive import Naive
 from torchmali.outlet import Kept, Observed, Observer
-from torchmali.solution import Incompatible, InvalidState, InvalidTimes, Solution, Stats, UnknownMethod, require, warn
+from torchmali.solution import (
+    Incompatible,
+    InvalidField,
+    InvalidState,
+    InvalidTimes,
+    Solution,
+    Stats,
+    UnknownMethod,
+    require,
+    warn,
+)
 from torchmali.solvers.base import Solver
 from torchmali.solvers.leapfrog import ALF
 from torchmali.state import Structure, Tensors
@@ -121,6 +132,10 @@ def solve(
     for function in (field, observer):
         if function is not None:
             function.looks_for_leaves = torch.is_grad_enabled() and not isinstance(gradient, Naive)
+            what = (
+                "f has parameters without a shape yet, of a lazy module: call f once, with y0, before the first solve."
+            )
+            require(not function.looks_for_leaves or not any(map(is_lazy, function.theta)), what, InvalidField)
     outlet = Kept(len(times)) if observer is None else Observed(observer, len(times))
     wants_t = t_out.requires_grad
     problem = Problem(field, z0, times, t_out if wants_t else None, solver, controller, outlet, Stats(), return_code)
@@ -214,7 +229,8 @@ def odeint(
     1e-3), "alf6", "tsit5", "dopri8", "bosh3", "adaptive_heun", "euler", "midpoint", "heun2", "heun3", "rk4" (3/8 rule),
     "rk4_classic", or a solver. gradient: "naive" (default),
     "aca", "mali", "adjoint", "seminorm", or a gradient method. options: step_size, or first_step, safety, ifactor,
-    dfactor, min_step, max_step, max_num_steps, norm.
+    dfactor, min_step, max_step, max_num_steps, norm. Other than there, max_num_steps (10,000) is for the whole solve,
+    and fixed steps end at each output time instead of being interpolated.
     """
     chosen = _named(gradient, GRADIENTS, GradientMethod, "gradient method", Naive())
     options = dict(options or {})
@@ -245,6 +261,9 @@ def odeint_adjoint(
     args: tuple = (),
 ) -> Any:
     """torchdiffeq's `odeint_adjoint`: `odeint` with the continuous adjoint. adjoint_options may say norm="seminorm"."""
+    differ = adjoint_method is not None and adjoint_method != method
+    what = "options are those of `method`; with another adjoint_method give adjoint_options too, {} for none."
+    require(adjoint_options is not None or not options or not differ, what)
     backward = dict(options or {}) if adjoint_options is None else dict(adjoint_options)
     seminorm = backward.get("norm") == "seminorm"
     if seminorm or adjoint_options is None:

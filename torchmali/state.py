@@ -238,8 +238,11 @@ class Floats(State):
         for i, z in enumerate(self.point):
             if z.numel():
                 zs = z - truth.point[i], truth.point[i], end.point[i]
-                vs = self.slope[i] - truth.slope[i], truth.slope[i], end.slope[i]
-                off, size, other = torch.maximum(_row_norms(zs), _row_norms(vs).mul_(span))
+                norms = _row_norms(zs)
+                if self.slope:
+                    vs = self.slope[i] - truth.slope[i], truth.slope[i], end.slope[i]
+                    norms = torch.maximum(norms, _row_norms(vs).mul_(span))
+                off, size, other = norms
                 size = torch.where(size > 0, size, torch.where(other > 0, other, 1.0))
                 worst.append((off / size).amax().to(self.point[0]))
         drift = torch.stack(worst).amax().item() if worst else 0.0  # the one host read

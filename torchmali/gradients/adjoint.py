@@ -13,10 +13,10 @@ from torch import Tensor
 
 from torchmali.controllers import AdaptiveStep, Norm, StepController, rms_norm
 from torchmali.field import Field
-from torchmali.gradients.base import GradientMethod, Problem, forward, refuse_double_backward
+from torchmali.gradients.base import GradientMethod, Problem, forward, refuse_double_backward, require_same
 from torchmali.integrate import integrate
 from torchmali.outlet import Outlet
-from torchmali.solution import TELL_LIMIT, Stats, short_repr, warn
+from torchmali.solution import TELL_LIMIT, Incompatible, Stats, require, short_repr, warn
 from torchmali.solvers.base import Solver, accumulate
 from torchmali.state import Floats, Tensors, Time, dot
 
@@ -47,6 +47,8 @@ class Adjoint(GradientMethod):
     def solve(self, problem: Problem) -> Tensors:
         if not problem.wants_gradient:
             return forward(problem)[0]
+        what = "Adjoint() integrates dL/dtheta, which must be real: f has complex parameters. Use MALI() or ACA()."
+        require(not any(x.is_complex() for x in problem.field.theta), what, Incompatible)
         return _Adjoint.apply(self, problem, *problem.inputs)  # type: ignore[return-value]
 
     def backward_controller(self, forward: StepController, field: Field) -> StepController:
@@ -103,6 +105,7 @@ class _Adjoint(torch.autograd.Function):
         a_t, slope = [f.time(0.0)] * len(times), _augmented(f)
         a_observer: list[Tensor | None] = [None] * len(observer)
         with f.backward_pass(times[0], z0), outlet.backward_pass(times[0], z0):
+            require_same(f.is_as_first(times[0], z0))
             for k in range(len(times) - 1, -1, -1):
                 if outlet.keeps:
                     z = tuple(leaf[k] for leaf in y)  # the way back begins anew at each output
@@ -145,7 +148,12 @@ def _augmented(f: Field) -> Callable[[Time, Tensors], Tensors]:
     def slope(t: Time, x: Tensors) -> Tensors:
         with torch.enable_grad():
             u, g, _ = f.linearize(t, x[:n], x[n : 2 * n])
-        grads = [torch.zeros_like(y) if dy is None else -dy for dy, y in zip(g, x[n:], strict=True)]
+        grads = [torch.zeros_like(y) if dy is None else -_dense(dy) for dy, y in zip(g, x[n:], strict=True)]
         return (*u, *grads)
 
     return slope
+
+
+def _dense(x: Tensor) -> Tensor:
+    """That of an embedding may be sparse."""
+    return x if x.layout == torch.strided else x.to_dense()

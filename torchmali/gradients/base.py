@@ -15,7 +15,7 @@ from torchmali.controllers import StepController
 from torchmali.field import Field
 from torchmali.integrate import Emit, integrate
 from torchmali.outlet import Outlet
-from torchmali.solution import DoubleBackward, Stats
+from torchmali.solution import DoubleBackward, NonRepeatableField, Stats, require
 from torchmali.solvers.base import Solver
 from torchmali.state import Floats, State, Tensors, Time
 from torchmali.tape import Tape
@@ -105,3 +105,14 @@ def refuse_double_backward(method: str) -> None:
             f"{method} gives first derivatives only, but backward was called with create_graph=True. Use "
             "gradient=Naive() for second derivatives."
         )
+
+
+def require_same(is_same: bool) -> None:
+    what = (
+        "f is not the same function in the backward pass as in the forward pass: the same steps from the same "
+        "state led elsewhere. Usual causes: noise drawn inside f from NumPy or from a generator of its own (draw "
+        'it once, outside f), a buffer that f reads and changes, as in a spectral norm (buffers="freeze"), f or '
+        "its inputs changed between forward and backward (pass what changes from call to call through args=(...)), or "
+        "kernels that are not deterministic (torch.use_deterministic_algorithms)."
+    )
+    require(is_same, what, NonRepeatableField)

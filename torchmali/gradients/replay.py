@@ -20,9 +20,8 @@ import torch
 from torch import Tensor
 
 from torchmali.field import Field
-from torchmali.gradients.base import GradientMethod, Problem, forward, refuse_double_backward
+from torchmali.gradients.base import GradientMethod, Problem, forward, refuse_double_backward, require_same
 from torchmali.outlet import Outlet
-from torchmali.solution import NonRepeatableField
 from torchmali.solvers.base import Cotangent, Inside, Passed, Solver, accumulate
 from torchmali.state import Floats, Memento, State, Tensors
 from torchmali.tape import Event, Output, Refresh, Rescale, Step, Tape
@@ -151,15 +150,18 @@ class Way:
             segment = events[i + isinstance(head, Refresh) : end]
             after, end = state.fork(), i
             aside = a.set_aside() if self.reruns and not a.is_new else None
-            a.is_new = False
+            compares = self.compares or a.is_new  # a walk over kept states: once, for another f would not be noticed
             state = walk(self.f, self.solver, segment, kept, state, a, self.outputs)
+            a.is_new = False
             if head.before is not None:
                 truth = state.back_to(kept[head.before])
             else:
                 truth = state.of(self.z0)
             start = self._renewed(head, truth, a) if isinstance(head, Refresh) else truth
-            if self.compares and not self._trusts(state, start, after, segment):
-                a = self._again(segment, start, after, aside or self.nothing(state))
+            trusts = not compares or self._trusts(state, start, after, segment)
+            again = None if trusts else self._again(segment, start, after, aside or self.nothing(state))
+            if again is not None:
+                a = again
                 if isinstance(head, Refresh):
                     self._renewed(head, truth, a)
             elif aside:
@@ -180,12 +182,15 @@ class Way:
         if rebuilt.is_bounded:  # nothing but another f can lead astray there
             self._require_same(drift)
         self.drift = max(self.drift, drift)
-        return drift <= self.limit or not self.reruns or len(steps) < 2
+        return drift <= self.limit or (self.compares and not self.reruns)
 
-    def _again(self, segment: Sequence[Event], state: State, after: State, a: Cotangent) -> Cotangent:
-        """Solve a segment again from its start, keep about the root of its states, and walk back once more."""
-        self.n_reruns += 1
-        tape = Tape(keep_every=math.isqrt(sum(isinstance(event, Step) for event in segment)))
+    def _again(self, segment: Sequence[Event], state: State, after: State, a: Cotangent) -> Cotangent | None:
+        """Solve a segment again from its start, keep about the root of its states, and walk back once more.
+
+        None: it was walked over kept states already.
+        """
+        n = sum(isinstance(event, Step) for event in segment)
+        tape = Tape(keep_every=max(1, math.isqrt(n)))
         with torch.no_grad():
             for event in segment:
                 if isinstance(event, Step):
@@ -194,18 +199,13 @@ class Way:
                 else:
                     tape.events.append(event)
         self._require_same(state.distance(after, after, 1.0))
+        if n < 2 or not self.reruns:
+            return None
+        self.n_reruns += 1
         return self.back(tape.events, tape.kept, state.fork(), a)[1]
 
     def _require_same(self, drift: float) -> None:
-        if drift <= self.limit:
-            return
-        raise NonRepeatableField(
-            "f is not the same function in the backward pass as in the forward pass: the same steps from the same "
-            "state led elsewhere. Usual causes: noise drawn inside f from NumPy or from a generator of its own (draw "
-            'it once, outside f), a buffer that f reads and changes, as in a spectral norm (buffers="freeze"), f or '
-            "its inputs changed between forward and backward, or kernels that are not deterministic "
-            "(torch.use_deterministic_algorithms)."
-        )
+        require_same(drift <= self.limit)
 
 
 def walk(

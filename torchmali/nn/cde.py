@@ -15,7 +15,7 @@ from torchmali.gradients.base import GradientMethod
 from torchmali.gradients.mali import MALI
 from torchmali.nn.base import SolveModule
 from torchmali.nn.control import Control, CubicControl, check_increasing
-from torchmali.solution import InvalidField, InvalidState, require
+from torchmali.solution import InvalidField, InvalidState, InvalidTimes, require
 from torchmali.solvers.base import Solver
 from torchmali.solvers.leapfrog import ALF
 
@@ -109,7 +109,10 @@ def _with_knots(t: Sequence[float] | Tensor, knots: Tensor) -> tuple[Tensor, lis
     low, high = sorted((values[0], values[n - 1]))
     inner = [i for i in range(n, len(values)) if low < values[i] < high and values[i] not in values[:n]]
     order = sorted([*range(n), *inner], key=lambda i: values[i], reverse=values[0] > values[n - 1])
-    return every[order], [order.index(i) for i in range(n)]
+    places = [order.index(i) for i in range(n)]
+    what = f"t must be increasing or decreasing throughout; got {[round(x, 6) for x in values[:n]]}. Sort it."
+    require(places == sorted(places), what, InvalidTimes)
+    return every[order], places
 
 
 def _slope(func: Callable, control: type[Control], t: Tensor, z: Tensor, coeffs: Tensor, knots: Tensor) -> Tensor:

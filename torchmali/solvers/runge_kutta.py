@@ -132,7 +132,10 @@ class RungeKutta(Solver):
         accumulate(a.sums, [*[None] * len(z), *g[len(z) : n]])
         if f.wants_t:
             a.t0, a.t1, *a.inside = (0.0 if x is None else x for x in g[n:])
-        return before
+        if not a.is_new:
+            return before
+        led = [x.detach() for x in attempt.state.point]  # elsewhere than in the forward pass, if f is another one
+        return before.of(tuple(x + (y - z) for x, y, z in zip(before.point, state.point, led, strict=True)))
 
 
 def _moved(z: Tensors | None, h: Time, row: Sequence[tuple[int, Time]], k: Sequence[Tensors]) -> Tensors:

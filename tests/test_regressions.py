@@ -385,7 +385,7 @@ def test_an_arg_without_a_gradient_is_watched_and_set_free_like_any_saved_tensor
     assert alive() is None
 
 
-EVERY = [*EXACT, (tm.Dopri5(), tm.Adjoint(controller=tm.FixedStep(0.02)))]
+EVERY = [*EXACT, (tm.Dopri5(), tm.Adjoint(controller=tm.FixedStep(0.1)))]
 every_method = pytest.mark.parametrize(("solver", "gradient"), EVERY, ids=repr)
 
 
@@ -407,7 +407,7 @@ class Tanh(nn.Module):
 @every_method
 def test_parameters_that_a_functional_call_lends_get_their_gradient(solver, gradient):
     def gradients(method):
-        block = ODEBlock(Tanh(), solver=solver, controller=tm.FixedStep(0.02), gradient=method)
+        block = ODEBlock(Tanh(), solver=solver, controller=tm.FixedStep(0.1), gradient=method)
         lent = {name: (2 * p).detach().requires_grad_() for name, p in block.named_parameters()}
         y = torch.func.functional_call(block, {name: torch.sin(p) for name, p in lent.items()}, (double(2, 3),))
         before = [p.clone() for p in block.parameters()]
@@ -426,7 +426,7 @@ def test_hooks_on_a_tensor_with_a_history_see_its_whole_gradient_once(solver, gr
         h = torch.tanh(w)
         h.retain_grad()
         h.register_hook(lambda g: calls.append(1) or -0.5 * g)
-        options: dict = {"solver": solver, "controller": tm.FixedStep(0.02), "gradient": method}
+        options: dict = {"solver": solver, "controller": tm.FixedStep(0.1), "gradient": method}
         if through == "closure":
             loss = (tm.solve(lambda t, y: torch.sin(y @ h), double(2, 3), T, **options).y[-1] ** 2).sum()
         else:
@@ -528,7 +528,7 @@ def test_a_complex_parameter_is_not_for_the_adjoint_and_a_sparse_gradient_is():
     table = nn.Embedding(4, 3, sparse=True, dtype=torch.float64)
 
     def gradients(method):
-        options: dict = {"solver": tm.Dopri5(), "controller": tm.FixedStep(0.02), "gradient": method}
+        options: dict = {"solver": tm.Dopri5(), "controller": tm.FixedStep(0.1), "gradient": method}
         y = tm.solve(lambda t, y: torch.tanh(y + table(torch.tensor([0, 2]))), double(2, 3), T, **options).y
         return [g.to_dense() for g in torch.autograd.grad((y[-1] ** 2).sum(), table.weight)]
 

@@ -132,8 +132,11 @@ class Field:
             self.fingerprint = _fingerprint(u)
         if is_first:
             self.returned = [(weakref.ref(x), x._version) for x in u if not x.is_inference()]
-        is_kept = all((x := there()) is None or x._version == version for there, version in self.returned)
-        require(is_kept, f"{self.called} overwrites what it returned before: let it return a new tensor.", InvalidField)
+        elif self.returned:
+            is_kept = all((x := there()) is None or x._version == version for there, version in self.returned)
+            what = f"{self.called} overwrites what it returned before: let it return a new tensor."
+            require(is_kept, what, InvalidField)
+            self.returned = []  # later the solver may work on them itself
         # The second one may be the first without gradients.
         self.needs_care = self.n_careful < 2 or self.needs_graph or around.is_active
         return u

@@ -319,7 +319,7 @@ def sampled(task: Task, n: int, seed: int, temperature: float) -> tuple[Tensor, 
     from experiments.density import Density
 
     record = task.finished()
-    weights_there = [path for path in (task.folder / "weights.pt", task.path.with_suffix(".pt")) if path.exists()]
+    weights_there = [path for path in (task.folder / "weights.pt", task.weights) if path.exists()]
     if record is None or not weights_there:
         raise BadOption(f"There are no weights of this run: {task.command}")
     config: Any = task.config

@@ -116,10 +116,19 @@ class Task(NamedTuple):
         """Its record, if there is one that can be trusted and was made with this config."""
         if not self.path.exists():
             return None
-        record, config = Record.read(self.path), as_json(dataclasses.asdict(self.config))
+        record = Record.read(self.path)
+        return record if record.finished and self.has_made(record) else None
+
+    def has_made(self, record: Record) -> bool:
+        config = as_json(dataclasses.asdict(self.config))
         # A field that the record does not know was not there yet: then all was as its default has it now.
         defaults = as_json({f.name: f.default for f in dataclasses.fields(self.config) if f.name not in record.config})
-        return record if record.finished and {**defaults, **record.config} == config else None
+        return {**defaults, **record.config} == config
+
+    @property
+    def weights(self) -> Path:
+        """Those that are kept beside the record."""
+        return self.path.with_suffix(".pt")
 
 
 def _part(key: str, value: Any) -> str:
@@ -148,7 +157,8 @@ class Run:
     tell: Tell = lambda done, text: None  # noqa: E731
     deadline: float = float("inf")  # of time.monotonic()
     data_dir: Path | None = None
-    any_code: bool = False  # go on from checkpoints of code that has changed since
+    any_code: bool = False  # go on from what code that has changed since has left
+    before: Record | None = None  # what an earlier run came to, if there are weights beside it
     metrics: dict[str, list] = field(default_factory=dict)
     seconds: dict[str, Any] = field(default_factory=dict)
     so_far: dict[str, Any] = field(default_factory=dict)  # results, should time run out
@@ -278,7 +288,9 @@ def _perform(task: Task, options: Options, tell: Tell) -> str:
     if options.force:
         shutil.rmtree(task.folder, ignore_errors=True)
     deadline = float("inf") if options.max_seconds is None else time.monotonic() + options.max_seconds
-    run = Run(task, tell, deadline, options.data_dir, options.any_code)
+    before = _before(task)
+    usable = before if before and task.has_made(before) and task.weights.exists() and not options.force else None
+    run = Run(task, tell, deadline, options.data_dir, options.any_code, usable)
     start = time.perf_counter()
     try:
         results, finished = task.experiment.main(task.config, run), True
@@ -293,10 +305,11 @@ def _perform(task: Task, options: Options, tell: Tell) -> str:
             task.experiment.name, task.preset, config, task.command, as_json(results), run.metrics, run.seconds,
             finished=finished, made={**made_with(), "code": code_hash(task.experiment.main)},
         )  # fmt: skip
-        if finished or _epochs(record) >= _epochs(_before(task)):
+        if finished or _epochs(record) >= _epochs(before):
             record.written(task.path)
         else:
             note += "the record has more epochs than were trained now, and was kept. "
+            options = options._replace(keep_weights=False)  # they are not the record's
     if options.keep_weights:
         note += _kept_weights(task)
     if not finished:
@@ -322,7 +335,7 @@ def _kept_weights(task: Task) -> str:
     size = weights.stat().st_size
     if size > MAX_WEIGHTS:
         return f"weights of {size:,} bytes stay in runs/ (limit {MAX_WEIGHTS:,}). "
-    shutil.copyfile(weights, task.path.with_suffix(".pt"))
+    shutil.copyfile(weights, task.weights)
     return ""
 
 

@@ -30,7 +30,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torchmetrics.classification import MulticlassAccuracy
 
 from experiments.batches import Batches, share
-from experiments.record import set_aside, write_in_one_piece
+from experiments.record import Record, set_aside, write_in_one_piece
 from experiments.runner import OutOfTime, Run, code_hash
 from torchmali import ALF, FixedStep, Stats
 from torchmali.measure import LiveBytes
@@ -283,7 +283,38 @@ class _Keeper(lightning.Callback):
             self.best_epoch, self.best_value, self.best_weights = kept["best"]
             self.spent_before = kept["spent"]
             break
+        if self.checkpoint is None and self.run.before is not None:
+            self._resume_from(self.run.before, module)
         self._fill()
+
+    def _resume_from(self, record: Record, module: lightning.LightningModule) -> None:
+        """Without a checkpoint, as on another machine: from the weights beside the record of a run that is not over."""
+        n = max(map(len, record.metrics.values()), default=0)
+        if not self.run.any_code and record.made.get("code") != self.code:
+            self.run.notes.append(f"Weights of {n} epochs are by code that has changed since: see --any-code.")
+            return
+        module.load_state_dict(torch.load(self.run.task.weights, map_location="cpu", weights_only=True))
+        self.history = [{name: row[i] for name, row in record.metrics.items() if row[i] is not None} for i in range(n)]
+        self.seconds, self.cpu = record.seconds["epochs"], record.seconds["training_cpu"]
+        self.spent_before = record.seconds["total"]
+        self._compare(module)  # no other epoch's weights are there
+        self.run.notes.append(f"Went on from the weights of {n} epochs; the optimizer's averages began anew.")
+
+    def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        """From weights alone: epochs and schedules are where they were."""
+        n = 0 if self.checkpoint else len(self.history)
+        if n == 0:
+            return
+        progress: Any = trainer.fit_loop.epoch_progress.current
+        progress.ready = progress.started = progress.processed = progress.completed = n
+        trainer.fit_loop._resuming_from_checkpoint = True  # or a later epoch would fetch its first batch once more
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
+            for config in trainer.lr_scheduler_configs:
+                scheduler: Any = config.scheduler
+                for row in self.history:
+                    for _ in range(1 if config.interval == "epoch" else int(trainer.num_training_batches)):
+                        scheduler.step(*([row[str(config.monitor)]] if config.reduce_on_plateau else []))
 
     @rank_zero_only
     def _set_aside(self, path: Path, what: str) -> None:
@@ -332,13 +363,18 @@ class _Keeper(lightning.Callback):
         self.history.append(row)
         self.seconds.append(time.perf_counter() - self._epoch_started)
         self.cpu.append(time.process_time() - self._cpu_started - self._validated)
-        if math.isnan(self.best_value) or self.sign * row[self.best] > self.sign * self.best_value:
-            weights = {name: value.detach().cpu().clone() for name, value in pl_module.state_dict().items()}
-            self.best_epoch, self.best_value, self.best_weights = len(self.history), row[self.best], weights
+        self._compare(pl_module)
         self._write(trainer)
         self._fill()
         late = len(self.history) < self.epochs and time.monotonic() > self.run.deadline
         self.late = trainer.strategy.broadcast(late)  # all processes stop, or none
+
+    def _compare(self, module: lightning.LightningModule) -> None:
+        """The last epoch with the best before it."""
+        value = self.history[-1][self.best]
+        if math.isnan(self.best_value) or self.sign * value > self.sign * self.best_value:
+            weights = {name: value.detach().cpu().clone() for name, value in module.state_dict().items()}
+            self.best_epoch, self.best_value, self.best_weights = len(self.history), value, weights
 
     def on_save_checkpoint(
         self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, checkpoint: dict[str, Any]

@@ -11,6 +11,7 @@ import json
 import multiprocessing
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -39,6 +40,7 @@ SMALL = {"epochs": 5, "n_train": 192, "batch": 32, "h": 0.25}  # of digits' smok
 class TinyConfig(Config):
     epochs: int = 5
     schedule: str = "epoch"
+    momentum: float = 0.9
 
 
 def tiny(config: TinyConfig, run: Run) -> dict[str, Any]:
@@ -48,8 +50,16 @@ def tiny(config: TinyConfig, run: Run) -> dict[str, Any]:
 
     class Noisy(InMemory):
         def train(self, epoch, order, subsample):
-            rows = super().train(epoch, order, subsample)
-            return ((x + torch.randn_like(x), y) for x, y in rows)
+            return Noise(super().train(epoch, order, subsample))
+
+    class Noise(NamedTuple):
+        batches: Any
+
+        def __iter__(self):
+            return ((x + torch.randn_like(x), y) for x, y in self.batches)
+
+        def __len__(self):
+            return len(self.batches)
 
     generator = torch.Generator().manual_seed(0)
     sets = [(torch.randn(n, 3, generator=generator), torch.arange(n) % 2) for n in (50, 20, 20)]
@@ -58,7 +68,7 @@ def tiny(config: TinyConfig, run: Run) -> dict[str, Any]:
         run,
         lambda: Classifier(
             network(), 2,
-            lambda parameters: torch.optim.SGD(parameters, 0.1, momentum=0.9),
+            lambda parameters: torch.optim.SGD(parameters, 0.1, config.momentum),
             lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5), config.schedule,
         ),
         Noisy(*sets, batch=10, n_per_epoch=30), config.epochs, best="train_loss", lowest=True,
@@ -311,6 +321,26 @@ def test_momentum_schedules_dropout_and_noise_go_on_where_they_were(helper, tmp_
     for _ in range(5):
         helper.run(tmp_path / "by epochs", "tiny", changes=changes, max_seconds=0)
     assert_same(record_in(tmp_path / "at once", ""), record_in(tmp_path / "by epochs", ""))
+
+
+@pytest.mark.parametrize("schedule", ["epoch", "step"])
+def test_without_its_checkpoints_a_run_goes_on_from_the_weights_beside_its_record(helper, tmp_path, schedule):
+    """Without momentum an optimizer has nothing to remember: the metrics are those of an undisturbed run."""
+    changes = {"schedule": schedule, "momentum": 0.0}
+    helper.run(tmp_path / "at once", "tiny", changes=changes)
+    moved = tmp_path / "moved"
+    for _ in range(2):
+        helper.run(moved, "tiny", changes=changes, max_seconds=0, keep_weights=True)
+    weights = record_path(moved, "").with_suffix(".pt").read_bytes()
+    shutil.rmtree(moved / "runs")
+    said = helper.run(moved, "tiny", changes=changes, max_seconds=0, keep_weights=True, code="new")
+    assert "by code that has changed since: see --any-code" in said and "the record has more epochs" in said
+    assert record_path(moved, "").with_suffix(".pt").read_bytes() == weights
+    shutil.rmtree(moved / "runs")
+    said = helper.run(moved, "tiny", changes=changes, code="new", any_code=True)
+    assert "Went on from the weights of 2 epochs; the optimizer's averages began anew." in said
+    assert n_epochs_trained(moved) == 3
+    assert record_in(moved, "").metrics == record_in(tmp_path / "at once", "").metrics
 
 
 @pytest.mark.parametrize("forks", [True, pytest.param(False, marks=pytest.mark.slow)])

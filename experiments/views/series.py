@@ -242,12 +242,14 @@ def _path_claims(data: str, title: str, by: Groups) -> list[Claim]:
         text = "MALI is as accurate as the best of the others (1 point allowed)"
         claim(text, [mean["mali"] >= max(mean.values()) - 1], said, its)
         text = "In the order MALI, ACA = naive, seminorm, adjoint, apart by more than the deviation over seeds"
-        apart = []
+        apart = {}
         for first, second in itertools.pairwise(ORDER):
             noise = max(statistics.stdev(values[m]) if len(values[m]) > 1 else 0.0 for m in (first, second))
-            difference = mean[first] - mean[second]
-            apart.append(abs(difference) <= noise if (first, second) == ("aca", "naive") else difference > noise)
-        claim(text, apart, said, its)
+            difference, equal = mean[first] - mean[second], (first, second) == ("aca", "naive")
+            pair = f"{NAMES[first]} {'=' if equal else '>'} {NAMES[second]}"
+            apart[pair] = abs(difference) <= noise if equal else difference > noise
+        seen = ", ".join(pair for pair, holds in apart.items() if holds)
+        claim(text, list(apart.values()), f"{said} Of the four relations, seen here: {seen or 'none'}.", its)
     if its := together(by, "adjoint", "seminorm"):
         back = {
             m: statistics.fmean(statistics.fmean(one.record.metrics["evaluations_backward"]) for one in group)
@@ -300,7 +302,7 @@ def damping(found: list[Found]) -> Shown:
                 text = spread(_quality(group), 1 if i == 0 else 2) if group else "-"
                 said = f"{text} ({paper})" if group and not unsafe else text
                 quality.append(Cell(said, group[0].path) if group else "-")
-                worst.append(Cell(short(_worst(group)), group[0].path) if group else "-")
+                worst.append(Cell(short(worst_way_back(group)), group[0].path) if group else "-")
         values.append([f"{eta:g}", *quality])
         errors_back.append([f"{eta:g}", *worst])
     columns = ("eta", *(f"{task}: {way}" for task in TASKS for way in ("safe", "as published")))
@@ -322,7 +324,7 @@ def _quality(group: Sequence[Found]) -> list[float]:
     return accuracies(group) if group[0].record.experiment == "paths" else errors(group)
 
 
-def _worst(group: Sequence[Found]) -> float:
+def worst_way_back(group: Sequence[Found]) -> float:
     return max(max(one.record.metrics["reconstruction_error"]) for one in group)
 
 
@@ -345,12 +347,12 @@ def _damping_claims(runs: dict[tuple[str, float, bool], list[Found]]) -> list[Cl
         claims.append(Claim(where, text, verdict(holds), f"Largest against smallest: {', '.join(parts)}.", paths))
     unsafe = {(task, eta): group for (task, eta, unsafe), group in runs.items() if unsafe and eta < 1}
     if unsafe:
-        wrong = [f"{task.split(', x')[0].split(', row')[0]}, eta {eta:g}: {short(_worst(group))}"
-                 for (task, eta), group in unsafe.items() if _worst(group) > RELIABLE]  # fmt: skip
+        wrong = [f"{task.split(', x')[0].split(', row')[0]}, eta {eta:g}: {short(worst_way_back(group))}"
+                 for (task, eta), group in unsafe.items() if worst_way_back(group) > RELIABLE]  # fmt: skip
         text = "The way back without checkpoints, as published, is exact for eta < 1"
         cells = f"{len(wrong)} of {len(unsafe)} cells ({3 * len(TASKS) - len(unsafe)} not run)"
         numbers = f"Beyond {RELIABLE:g} in {cells}: {'; '.join(wrong) or 'none'}."
-        exact = [_worst(group) <= RELIABLE for group in unsafe.values()]
+        exact = [worst_way_back(group) <= RELIABLE for group in unsafe.values()]
         paths = [group[0].path for group in unsafe.values()]
         claims.append(Claim("Appendix A.5, implied", text, verdict(exact), numbers, paths))
     return claims
@@ -377,7 +379,8 @@ def published(found: list[Found]) -> Shown:
             f"{record.results['parameters']:,}", quality,
             f"{statistics.fmean(record.seconds['training_cpu']):.0f}",
             f"{record.metrics['evaluations_forward'][-1]:.0f} + {record.metrics['evaluations_backward'][-1]:.0f}",
-            f"{record.metrics['refreshes'][-1]:.1f}", short(_worst([one])), f"{record.results['peak_bytes'] / 1e6:.0f}",
+            f"{record.metrics['refreshes'][-1]:.1f}", short(worst_way_back([one])),
+            f"{record.results['peak_bytes'] / 1e6:.0f}",
         ]  # fmt: skip
         name = "latent ODE, 10 % observed: test MSE" if latent_run else "Neural CDE: validation accuracy"
         rows.append([name, *(Cell(text, one.path) for text in texts), paper])

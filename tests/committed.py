@@ -1,4 +1,4 @@
-"""The finished records that are committed."""
+"""The records that are committed."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ from experiments.show import Found
 RECORDS = Path(__file__).resolve().parents[1] / "experiments" / "records"
 
 
-def records(experiment: str, preset: str = "cpu") -> list[Found]:
+def records(experiment: str, preset: str = "cpu", finished: bool = True) -> list[Found]:
     found = [Found(Record.read(path), path.name) for path in sorted((RECORDS / experiment).glob("*.json"))]
-    return [one for one in found if one.record.preset == preset and one.record.finished]
+    return [one for one in found if one.record.preset == preset and one.record.finished == finished]

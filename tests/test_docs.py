@@ -6,16 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from committed import records
 from torch import nn
 
 import torchmali as tm
-from experiments.record import Record
-from experiments.show import Found
-from experiments.views import images
+from experiments.views import images, series
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
-IMAGES = ROOT / "experiments" / "records" / "cifar10"
 
 
 class Slope(nn.Module):
@@ -77,8 +75,17 @@ def test_the_readmes_benchmark_is_the_record():
 
 
 def test_the_readme_has_the_numbers_of_cifar_10():
-    found = [Found(Record.read(path), path.name) for path in sorted(IMAGES.glob("cpu*.json"))]
-    rows: dict[str, Any] = {str(row[0]): row for row in images.show(found)[0][0].rows}
+    rows: dict[str, Any] = {str(row[0]): row for row in images.show(records("cifar10"))[0][0].rows}
     for method in ("MALI", "ACA", "naive", "adjoint"):
         cells = " | ".join(rows[method][i].text for i in (2, 4, 6))
         assert re.search(rf"^\| \**{method}\** \(.*?\) \| {re.escape(cells)} \|$", README.read_text(), re.M), method
+
+
+def test_the_readme_has_the_numbers_of_series():
+    tables = [series.latent(records("latent"))[0][0], series.paths(records("paths"))[0][0]]
+    rows: Any = [{str(row[0]): row for row in table.rows} for table in tables]
+    latent, paths = rows
+    for method in ("MALI", "ACA", "naive", "adjoint"):
+        error = str(latent[method][1].text).split(" (")[0]  # without the paper's
+        cells = " | ".join([error, latent[method][4].text, *(paths[method][i].text for i in (2, 4, 6))])
+        assert re.search(rf"^\| \**{method}\** \| {re.escape(cells)} \|$", README.read_text(), re.M), method

@@ -14,7 +14,7 @@ from experiments import flows
 from experiments import report as report_
 from experiments.catalogue import EXPERIMENTS
 from experiments.runner import BadOption, Experiment, Options, parsed, run_all, tasks_of
-from experiments.views.flows import sheet
+from experiments.views.flows import beside, sheet
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__, pretty_exceptions_enable=False)
 console = Console()
@@ -93,14 +93,14 @@ def sample(
     noise_seed: Annotated[int, typer.Option(help="other images")] = 0,
     out: Annotated[Path, typer.Option(help="a picture")] = Path("samples.png"),
 ) -> None:
-    """Draw images from a flow that was trained."""
+    """Draw images from a flow that was trained, beside those of the test."""
     from matplotlib.image import imsave
 
     experiment = _known("flows")
     (task,) = tasks_of(experiment, preset, [method], [seed], parsed(experiment, preset, set_ or []))
-    pixels, levels = flows.sampled(task, n, noise_seed, temperature)
-    imsave(out, sheet(pixels, levels).repeat(4, 0).repeat(4, 1))
-    console.print(f"{n} images: {out}", markup=False, highlight=False)
+    real, pixels, levels = flows.sampled(task, n, noise_seed, temperature)
+    imsave(out, beside(sheet(real, levels), sheet(pixels, levels)).repeat(4, 0).repeat(4, 1))
+    console.print(f"{out}: left, test images; right, {n} samples", markup=False, highlight=False)
 
 
 @app.command()

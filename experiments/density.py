@@ -54,7 +54,8 @@ class Density(Noting):
 
     def bits(self, pixels: Tensor, seed: int, midpoint: bool = False, how: Solved = EVALUATION) -> Tensor:
         """The noise of pixels and of the trace is the same each time."""
-        with torch.random.fork_rng(devices=[]), resolved(self.network.flows(), how):
+        gpus = [pixels.device] if pixels.device.type == "cuda" else []
+        with torch.random.fork_rng(gpus), resolved(self.network.flows(), how):
             torch.manual_seed(seed)
             noise = torch.rand(pixels.shape)
             x = (pixels + (0.5 if midpoint else noise.to(pixels.device))) / self.levels

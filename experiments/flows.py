@@ -103,23 +103,29 @@ METHODS = {
 H = 0.25  # of fixed steps, and the first of those that adapt
 
 
+def method_of(config: FlowsConfig) -> Method:
+    if config.method not in METHODS:
+        raise BadOption(f"There is no method {config.method!r}; there are {', '.join(METHODS)}.")
+    return METHODS[config.method]
+
+
 def weight(config: FlowsConfig) -> float:
-    own = METHODS[config.method].weight
+    own = method_of(config).weight
     return config.weight if own is None else own
 
 
 def controller(config: FlowsConfig) -> tm.StepController:
-    method = METHODS[config.method]
-    rtol = method.rtol if config.rtol is None else config.rtol
-    if rtol is None or method.rtol is None:
+    method = method_of(config)
+    if method.rtol is None:
+        if (config.rtol, config.atol) != (None, None):
+            raise BadOption(f"{config.method} has fixed steps: leave out rtol and atol.")
         return tm.FixedStep(H)
+    rtol = method.rtol if config.rtol is None else config.rtol
     return tm.AdaptiveStep(rtol, method.atol if config.atol is None else config.atol, h0=H)
 
 
 def network(config: FlowsConfig, shape: tuple[int, int, int]) -> FFJORD:
-    if config.method not in METHODS:
-        raise BadOption(f"There is no method {config.method!r}; there are {', '.join(METHODS)}.")
-    method, regularised = METHODS[config.method], weight(config) > 0
+    method, regularised = method_of(config), weight(config) > 0
     cnf = partial(
         CNF, trace=Hutchinson(gaussian), kinetic=regularised, jacobian=regularised, solver=method.solver,
         controller=controller(config), gradient=method.gradient,
@@ -235,7 +241,7 @@ class Drawn:
 
 def main(config: FlowsConfig, run: Run) -> dict[str, Any]:
     from experiments.density import Density  # takes seconds: not for a list of experiments
-    from experiments.training import train
+    from experiments.training import Devices, train
 
     pixels = load(config, run.data_dir)
     if config.batch > len(pixels.train):
@@ -246,19 +252,30 @@ def main(config: FlowsConfig, run: Run) -> dict[str, Any]:
     def make() -> Density:
         return Density(network(config, shape), pixels.levels, weight(config), config.lr, config.warmup)
 
+    method, n_shown = method_of(config), max(1, min(SHOWN, 60_000 // math.prod(shape)))
+    how = {"solver": method.solver, "controller": controller(config), "gradient": method.gradient}
     with as_published():
-        done = train(run, make, batches, config.epochs, best="validation_bits", lowest=True)
+        torch.manual_seed(run.seed("init"))
+        run.so_far = {
+            "untrained_validation_bits": mean_bits(make(), batches.validation()[0]),
+            "solved": {**{name: str(value) for name, value in how.items()}, "weight": weight(config)},
+        }
+        devices = Devices(accelerator="auto")
+        done = train(run, make, batches, config.epochs, best="validation_bits", lowest=True, devices=devices)
         module: Any = done.module
         return {
+            **run.so_far,
             "test_bits": done.last["test_bits"],
             "test_bits_midpoint": done.last["test_bits_midpoint"],
+            "test_bits_of_best_epoch": done.best["test_bits"],
+            "best_epoch": done.best_epoch,
             "test_bits_by_solver": by_solver(module, pixels.test[:128].float()),
             "gaussian_bits": gaussian_bits(config, pixels),
             "parameters": sum(p.numel() for p in module.parameters()),
             "peak_bytes": peak_bytes(module, next(iter(batches.train(0, run.generator(), run.generator())))[0]),
             "round_trip": round_trip(module, pixels.test[:64]),
-            "samples": packed(samples(module, shape, SHOWN, run.seed("samples"))),
-            "real": packed(pixels.test[:SHOWN]),
+            "samples": packed(samples(module, shape, n_shown, run.seed("samples"))),
+            "real": packed(pixels.test[:n_shown]),
             "shape": shape,
             "levels": pixels.levels,
             "n_train": len(pixels.train),
@@ -282,6 +299,12 @@ def gaussian_bits(config: FlowsConfig, pixels: Pixels) -> float:
     normal = torch.distributions.Normal(y.mean(0), y.std(0))
     y, log_det = mapped(pixels.test[:MANY])
     return float(bits_per_dim(normal.log_prob(y).sum(1) + log_det, y.shape[1], pixels.levels).mean())
+
+
+@torch.no_grad()
+def mean_bits(module: Density, batches: Iterable) -> float:
+    found = [(len(x), float(module.bits(x, i))) for i, (x,) in enumerate(batches)]
+    return sum(n * bits for n, bits in found) / sum(n for n, _ in found)
 
 
 @torch.no_grad()
@@ -314,8 +337,8 @@ def samples(module: Density, shape: Sequence[int], n: int, seed: int, temperatur
     return (x * module.levels).floor().clamp(0, module.levels - 1)
 
 
-def sampled(task: Task, n: int, seed: int, temperature: float) -> tuple[Tensor, int]:
-    """Images by the weights of a finished run, and the levels of their pixels."""
+def sampled(task: Task, n: int, seed: int, temperature: float) -> tuple[Tensor, Tensor, int]:
+    """Images of the test, images by the weights of a finished run, and the levels of their pixels."""
     from experiments.density import Density
 
     record = task.finished()
@@ -326,7 +349,7 @@ def sampled(task: Task, n: int, seed: int, temperature: float) -> tuple[Tensor, 
     shape: Any = tuple(record.results["shape"])
     module = Density(network(config, shape), record.results["levels"], 0.0, config.lr, config.warmup)
     module.load_state_dict(torch.load(weights_there[0], weights_only=True))
-    return samples(module, shape, n, seed, temperature), module.levels
+    return unpacked(record.results["real"], shape), samples(module, shape, n, seed, temperature), module.levels
 
 
 def packed(pixels: Tensor) -> str:

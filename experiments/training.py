@@ -198,8 +198,10 @@ def train(
         run.tell(1.0, "testing")
         last = _tested(run, module, batches, devices)
         weights = {name: value.detach().cpu().clone() for name, value in module.state_dict().items()}
-        module.load_state_dict(keeper.best_weights)
-        found = _tested(run, module, batches, devices)
+        found = last
+        if keeper.best_epoch < epochs:
+            module.load_state_dict(keeper.best_weights)
+            found = _tested(run, module, batches, devices)
     module.load_state_dict(weights)
     _keep(run.folder / "weights.pt", weights)
     return Trained(module, keeper.best_epoch, found, last, seeds(run, epochs))

@@ -177,6 +177,7 @@ def test_images_are_packed_and_unpacked():
     [
         ({"method": "none"}, "There is no method 'none'"),
         ({"data": "none"}, "There is no data 'none'"),
+        ({"method": "rnode", "rtol": 0.1}, "rnode has fixed steps"),
         ({"batch": 5000}, "more than the 64 images"),
         ({"n_train": 5000}, "5000 images are asked for"),
     ],
@@ -203,9 +204,10 @@ def test_a_flow_is_trained_inverted_and_the_same_under_another_solver(tmp_path, 
     one, other = found["test_bits_by_solver"].values()
     assert 0 < abs(one - other) < 0.01
     assert flows.unpacked(found["samples"], found["shape"]).max() <= 16
-    drawn, levels = flows.sampled(run.task, flows.SHOWN, run.seed("samples"), 1.0)
-    assert levels == 17 and flows.packed(drawn) == found["samples"]
-    assert not torch.equal(flows.sampled(run.task, flows.SHOWN, run.seed("samples"), 0.5)[0], drawn)
+    real, drawn, levels = flows.sampled(run.task, flows.SHOWN, run.seed("samples"), 1.0)
+    assert levels == 17 and flows.packed(drawn) == found["samples"] and flows.packed(real) == found["real"]
+    assert found["untrained_validation_bits"] > 5 and found["solved"]["weight"] == 0.05
+    assert not torch.equal(flows.sampled(run.task, flows.SHOWN, run.seed("samples"), 0.5)[1], drawn)
 
 
 def test_without_weights_there_are_no_samples(tmp_path, monkeypatch):

@@ -51,14 +51,14 @@ class FlowsConfig(Config):
     n_test: int | None = None
     epochs: int = 10
     batches: int = 40
-    batch: int = 128
+    batch: int = 64
     lr: float = 5e-3
     warmup: int = 20
     flip: bool = False
     workers: int = 0
 
 
-SMALL = FlowsConfig(n_train=5000, n_validation=200, n_test=500, batches=25, batch=64)
+SMALL = FlowsConfig(n_train=5000, n_validation=200, n_test=500, batches=25, batch=32)
 PAPER = FlowsConfig(
     widths=(64, 64, 64), n_blocks=2, alpha=1e-5, n_validation=1000, epochs=50, batch=200, lr=1e-3,
     warmup=1000,
@@ -67,7 +67,7 @@ PRESETS = {
     "smoke": FlowsConfig(widths=(8,), n_train=64, n_validation=16, n_test=16, epochs=1, batches=3, batch=32),
     "cpu": FlowsConfig(),
     "cpu-mnist": replace(SMALL, data="mnist", side=14),
-    "cpu-cifar10": replace(SMALL, data="cifar10", side=16, batches=20, flip=True),
+    "cpu-cifar10": replace(SMALL, data="cifar10", side=16, flip=True),
     "paper-mnist": replace(PAPER, data="mnist", batches=295),
     "paper-cifar10": replace(PAPER, data="cifar10", batches=245, flip=True),
     "paper-imagenet64": replace(PAPER, data="folder", side=64, batch=60, batches=21_000, weight=0.01, workers=8),

@@ -326,7 +326,7 @@ def test_momentum_schedules_dropout_and_noise_go_on_where_they_were(helper, tmp_
 @pytest.mark.parametrize("schedule", ["epoch", "step"])
 def test_without_its_checkpoints_a_run_goes_on_from_the_weights_beside_its_record(helper, tmp_path, schedule):
     """Without momentum an optimizer has nothing to remember: the metrics are those of an undisturbed run."""
-    changes = {"schedule": schedule, "momentum": 0.0}
+    changes = {"schedule": schedule, "momentum": 0.0, "epochs": 3}
     helper.run(tmp_path / "at once", "tiny", changes=changes)
     moved = tmp_path / "moved"
     for _ in range(2):
@@ -339,7 +339,7 @@ def test_without_its_checkpoints_a_run_goes_on_from_the_weights_beside_its_recor
     shutil.rmtree(moved / "runs")
     said = helper.run(moved, "tiny", changes=changes, code="new", any_code=True)
     assert "Went on from the weights of 2 epochs; the optimizer's averages began anew." in said
-    assert n_epochs_trained(moved) == 3
+    assert n_epochs_trained(moved) == 1
     assert record_in(moved, "").metrics == record_in(tmp_path / "at once", "").metrics
 
 

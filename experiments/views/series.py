@@ -409,7 +409,10 @@ def published(found: list[Found]) -> Shown:
     notes += (
         "trajectories; the Neural CDE with 640 steps of h = 0.25, where the preset is cpu-published on 7,000 clips "
     )
-    notes += "in batches of 256 (as published: 24,482, of 1024). The same command goes on from the last checkpoint."
+    notes += (
+        "in batches of 256 (as published: 24,482, of 1024). The same command goes on: from the last checkpoint or, on "
+    )
+    notes += "another machine, from the weights beside the record; then the optimizer's averages begin anew."
     caption = "Learning curves of the networks of the published size; dashed, the paper's result after all epochs."
     picture = Picture(
         "published", "The published size, as far as we got", caption, partial(_draw_published, found), commands(found)

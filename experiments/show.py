@@ -17,7 +17,7 @@ import matplotlib
 import rich.table
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import NullFormatter
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from experiments.record import Record
 
@@ -183,6 +183,14 @@ def log_scale(ax: Axes, x: bool = False) -> None:
         low, high = axis.get_view_interval()
         if high > 10 * low:
             axis.set_minor_formatter(NullFormatter())
+
+
+def log_time(ax: Axes) -> None:
+    """Seconds over a decade or two: 10, 20, 50, 100, written as numbers."""
+    ax.set_xscale("log")
+    ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    ax.xaxis.set_major_formatter("{x:g}")
+    ax.xaxis.set_minor_formatter(NullFormatter())
 
 
 def short(x: float | None, digits: int = 2) -> str:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from experiments.densities import LIMIT, N_CELLS, N_TIMES
 from experiments.flows import unpacked
-from experiments.show import COLORS, Cell, Claim, Found, Picture, Shown, Table, bare
+from experiments.show import COLORS, Cell, Claim, Found, Picture, Shown, Table, bare, log_time
 from experiments.views.images import Groups, commands, seeds_of, spread, together, verdict
 from experiments.views.series import chosen
 
@@ -271,7 +271,7 @@ def _curves(by: Groups) -> Figure:
             by_step.plot(steps, curve, "o-", markersize=3, **style)
             by_time.plot(times, curve, "o-", markersize=3, **style)
     floor = next(iter(by.values()))[0].record.results["gaussian_bits"]
-    by_time.set_xscale("log")
+    log_time(by_time)
     for ax in (by_step, by_time):
         ax.axhline(floor, color="#808080", linestyle="--", linewidth=1, label="normal distribution")
     handles, labels = by_step.get_legend_handles_labels()

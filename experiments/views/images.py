@@ -12,7 +12,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from experiments.show import COLORS, Cell, Claim, Found, Picture, Shown, Table, bare, short
+from experiments.show import COLORS, Cell, Claim, Found, Picture, Shown, Table, bare, log_time, short
 
 NAMES = {
     "resnet": "ResNet", "naive": "naive", "adjoint": "adjoint", "seminorm": "seminorm", "aca": "ACA", "mali": "MALI",
@@ -128,7 +128,7 @@ def _draw(groups: Groups) -> Figure:
         bare(ax, "", what, "test accuracy, %")
         for name, group in groups.items():
             _curve(ax, group, what == "epoch", COLORS[name], name)
-    by_time.set_xscale("log")
+    log_time(by_time)
     handles, labels = by_epoch.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
     return figure

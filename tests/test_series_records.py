@@ -4,18 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from committed import RECORDS, records
+from committed import RECORDS, holding, records
 
-from experiments.show import Claim
 from experiments.views import series
 
 METHODS = ("naive", "adjoint", "aca", "mali")
-
-
-def holding(claims: list[Claim], start: str) -> Claim:
-    (claim,) = (one for one in claims if one.text.startswith(start))
-    assert claim.verdict == "holds", claim
-    return claim
 
 
 @pytest.fixture(scope="module")

@@ -171,7 +171,8 @@ def _claims(title: str, by: Groups) -> list[Claim]:
             parts.append(f"{when} MALI {spread(mali, 3)}, {NAMES[method]} {spread(other, 3)} ({seeds_of(its)})")
             if method in CLAIMED:
                 holds.append(all(a < b - LESS for a, b in zip(mali, other, strict=True)))
-        text = f"At equal {kind} MALI has fewer bits per dimension than {', '.join(NAMES[m] for m in CLAIMED)}"
+        others = ", ".join(NAMES[m] for m in CLAIMED if m in pairs)
+        text = f"At equal {kind} MALI has fewer bits per dimension than {others}"
         numbers = f"Noisy, of validation images: {'; '.join(parts + missing)}. Fewer: by {LESS}, with every seed."
         if kind == "training time":
             numbers += " Seconds of the processor, for training alone."

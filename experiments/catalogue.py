@@ -176,7 +176,9 @@ EXPERIMENTS = {
                 "smoke": "10 s a method",
                 "cpu": "5 to 12 min a run",
                 "cpu-mnist": "6 to 14 min a run",
-                "cpu-cifar10": "8 to 20 min a run",
+                "cpu-cifar10": "estimated: 5 to 14 min a run",
+                "cpu-mnist-long": "estimated: 14 min",
+                "cpu-cifar10-long": "estimated: 14 min",
                 "paper-mnist": "not run",
                 "paper-cifar10": "not run",
                 "paper-imagenet64": "not run",
@@ -200,7 +202,7 @@ EXPERIMENTS = {
             shows="nothing of the paper's; pictures that teach",
             presets=densities.PRESETS,
             main=densities.main,
-            takes={"smoke": "5 s", "cpu": "estimated: 7 min"},
+            takes={"smoke": "5 s", "cpu": "estimated: 13 min"},
         ),
     )
 }

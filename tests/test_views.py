@@ -310,9 +310,10 @@ def flow_run(method: str, curve: list[float], seconds: float = 10.0, seed: int =
     }  # fmt: skip
     counts = {"evaluations_forward": [9.0], "evaluations_backward": [9.0], "refreshes": [0.0]}
     metrics = {"validation_bits": curve, **counts}
-    line = f"python -m experiments run flows --preset cpu --method {method} --seed {seed}"
+    preset = more.get("preset", "cpu")
+    line = f"python -m experiments run flows --preset {preset} --method {method} --seed {seed}"
     times = {"training_cpu": [seconds] * len(curve)}
-    return Found(Record("flows", "cpu", config, line, results, metrics, times), f"records/{method}-{seed}.json")
+    return Found(Record("flows", preset, config, line, results, metrics, times), f"records/{method}-{seed}.json")
 
 
 def test_flows_are_judged_at_equal_iterations_and_at_equal_time():
@@ -359,3 +360,14 @@ def test_table_6_stands_beside_the_papers_and_says_what_was_not_run():
     assert str(rows["MALI"][1]) == str(Cell("2.10 ± 0.14", "records/mali-0.json")) and rows["MALI"][-1] == "not run"
     assert rows["Glow"][2] == "1.05" and "--preset paper-imagenet64" in tables[0].notes
     assert all(picture.svg.startswith("<svg") for picture in pictures)
+
+
+def test_samples_are_of_the_longest_training_which_is_in_no_comparison():
+    runs = [flow_run("mali", [2.5]), flow_run("mali", [2.0, 1.5], preset="cpu-long")]
+    for found, words, preset in (
+        (runs, "after 100 iterations with MALI (1.50 bits)", "cpu-long"),
+        (runs[:1], "after 50", "cpu"),
+    ):
+        tables, pictures, _ = flows.show(found)
+        assert words in pictures[1].caption and f"--preset {preset} " in pictures[1].commands[0]
+        assert str(tables[0].rows[-1][1]) == str(Cell("2.50", "records/mali-0.json"))

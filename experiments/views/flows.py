@@ -28,6 +28,7 @@ NAMES = {
     "aca": "ACA", "naive": "naive", "mali": "MALI", "alf4": "MALI alf4",
 }  # fmt: skip
 DATA = {"cpu": "digits, 8 x 8", "cpu-mnist": "MNIST, 14 x 14", "cpu-cifar10": "CIFAR-10, 16 x 16"}
+LONG = "{}-long"  # where the same flow was trained on, for its pictures
 
 # The paper's bits per dimension: MNIST, CIFAR-10, ImageNet of 64 x 64
 PAPER = {
@@ -75,11 +76,13 @@ def show(found: list[Found]) -> Shown:
         caption = "Noisy bits per dimension of validation images, Dopri5 at 1e-5; each line a seed. Dashed: a normal "
         caption += "distribution with independent dimensions, fitted to the logits."
         pictures.append(Picture(f"6-{preset}", f"Bits per dimension: {title}", caption, draw, commands(here)))
-        if "mali" in by:
-            caption = "Left, test images; right, samples of the flow that was trained with MALI."
-            draw = partial(_grid, by["mali"][0])
-            name = f"6-{preset}-samples"
-            pictures.append(Picture(name, f"Real and generated: {title}", caption, draw, commands(by["mali"][:1])))
+        longest = [one for one in found if one.record.preset == LONG.format(preset)] or by.get("mali", [])
+        if longest:
+            one = longest[0]
+            caption = f"Left, test images; right, samples of the flow after {iterations(one)} iterations with MALI "
+            caption += f"({bits([one])[0]:.2f} bits)."
+            name, draw = f"6-{preset}-samples", partial(_grid, one)
+            pictures.append(Picture(name, f"Real and generated: {title}", caption, draw, commands([one])))
     return [_paper(groups, commands(found)), *tables], pictures, claims
 
 

@@ -67,9 +67,9 @@ PRESETS = {
     "smoke": FlowsConfig(widths=(8,), n_train=64, n_validation=16, n_test=16, epochs=1, batches=3, batch=32),
     "cpu": FlowsConfig(),
     "cpu-mnist": replace(SMALL, data="mnist", side=14),
-    "cpu-cifar10": replace(SMALL, data="cifar10", side=16, flip=True, batch=20),
-    "cpu-mnist-long": replace(SMALL, data="mnist", side=14, epochs=24),  # for pictures
-    "cpu-cifar10-long": replace(SMALL, data="cifar10", side=16, flip=True, batch=20, epochs=24),
+    "cpu-cifar10": replace(SMALL, data="cifar10", side=16, flip=True, batch=20, epochs=8),
+    "cpu-mnist-long": replace(SMALL, data="mnist", side=14, epochs=20),  # for pictures
+    "cpu-cifar10-long": replace(SMALL, data="cifar10", side=16, flip=True, batch=20, epochs=18),
     "paper-mnist": replace(PAPER, data="mnist", batches=295),
     "paper-cifar10": replace(PAPER, data="cifar10", batches=245, flip=True),
     "paper-imagenet64": replace(PAPER, data="folder", side=64, batch=60, batches=21_000, weight=0.01, workers=8),

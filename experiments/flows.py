@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import copy
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -275,7 +276,7 @@ def main(config: FlowsConfig, run: Run) -> dict[str, Any]:
             "gaussian_bits": gaussian_bits(config, pixels),
             "parameters": sum(p.numel() for p in module.parameters()),
             "peak_bytes": peak_bytes(module, next(iter(batches.train(0, run.generator(), run.generator())))[0]),
-            "round_trip": round_trip(module, pixels.test[:64]),
+            **round_trip(module, pixels.test[:64]),
             "samples": packed(samples(module, shape, n_shown, run.seed("samples"))),
             "real": packed(pixels.test[:n_shown]),
             "shape": shape,
@@ -311,21 +312,32 @@ def mean_bits(module: Density, batches: Iterable) -> float:
 
 @torch.no_grad()
 def by_solver(module: Density, pixels: Tensor) -> dict[str, float]:
-    """The same bits, with the same noise, by two solvers: both integrals are good, or they would differ."""
+    """The same bits, with the same noise: two solvers agree where both integrals are good."""
     from experiments.density import EVALUATION, Solved
 
-    ways = {"Dopri5 1e-5": EVALUATION, "ALF h 0.05": Solved(tm.ALF(), tm.FixedStep(0.05))}
+    ways = {
+        "Dopri5 1e-5": EVALUATION,
+        "ALF h 0.05": Solved(tm.ALF(), tm.FixedStep(0.05)),
+        "ALF h 0.025": Solved(tm.ALF(), tm.FixedStep(0.025)),
+        "ALF order 4, h 0.05": Solved(tm.ALF(order=4), tm.FixedStep(0.05)),
+    }
     return {name: float(module.bits(pixels, 0, how=how)) for name, how in ways.items()}
 
 
 @torch.no_grad()
-def round_trip(module: Density, pixels: Tensor) -> float:
-    """The largest difference of x from what comes back, both ways by Dopri5 at 1e-5."""
-    from experiments.density import EVALUATION, resolved
+def round_trip(module: Density, pixels: Tensor) -> dict[str, float]:
+    """The largest difference of x from what comes back, both ways: by Dopri5 at 1e-5, and as float64 at 1e-8."""
+    from experiments.density import EVALUATION, Solved, resolved
 
-    with resolved(module.network.flows(), EVALUATION):
-        x = (pixels.float() + 0.5) / module.levels
-        return float((module.network.inverse(module.network(x).z) - x).abs().max())
+    def there_and_back(network: FFJORD, x: Tensor, how: Solved) -> float:
+        with resolved(network.flows(), how):
+            return float((network.inverse(network(x).z) - x).abs().max())
+
+    x, fine = (pixels.double() + 0.5) / module.levels, Solved(tm.Dopri5(), tm.AdaptiveStep(1e-8, 1e-8))
+    return {
+        "round_trip": there_and_back(module.network, x.float(), EVALUATION),
+        "round_trip_fine": there_and_back(copy.deepcopy(module.network).cpu().double(), x, fine),
+    }
 
 
 @torch.no_grad()

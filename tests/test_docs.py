@@ -10,7 +10,7 @@ from committed import records
 from torch import nn
 
 import torchmali as tm
-from experiments.views import images, series
+from experiments.views import flows, images, series
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -79,6 +79,15 @@ def test_the_readme_has_the_numbers_of_cifar_10():
     for method in ("MALI", "ACA", "naive", "adjoint"):
         cells = " | ".join(rows[method][i].text for i in (2, 4, 6))
         assert re.search(rf"^\| \**{method}\** \(.*?\) \| {re.escape(cells)} \|$", README.read_text(), re.M), method
+
+
+def test_the_readme_has_the_numbers_of_flows():
+    tables: Any = [flows.show(records("flows", preset))[0][1].rows for preset in flows.DATA]
+    for method in ("MALI", "RNODE", "FFJORD (vanilla)"):
+        rows = [row for table in tables for row in table if row[0] == method]
+        cells = " | ".join(row[i].text for row in rows for i in (3, 6))
+        line = rf"^\| \**{re.escape(method)}\** \(.*?\) \| {re.escape(cells)} \|$"
+        assert re.search(line, README.read_text(), re.M), (method, cells)
 
 
 def test_the_readme_has_the_numbers_of_series():

@@ -29,7 +29,7 @@ class DensitiesConfig(Config):
     widths: tuple[int, ...] = (64, 64, 64)
     n: int = 20_000
     batch: int = 500
-    epochs: int = 40
+    epochs: int = 32
     lr: float = 5e-3
     rtol: float = 1e-2
     atol: float = 1e-3

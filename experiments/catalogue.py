@@ -178,7 +178,6 @@ EXPERIMENTS = {
                 "cpu-mnist": "6 to 14 min a run",
                 "cpu-cifar10": "estimated: 5 to 14 min a run",
                 "cpu-mnist-long": "estimated: 14 min",
-                "cpu-cifar10-long": "estimated: 14 min",
                 "paper-mnist": "not run",
                 "paper-cifar10": "not run",
                 "paper-imagenet64": "not run",

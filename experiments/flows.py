@@ -70,7 +70,6 @@ PRESETS = {
     "cpu-mnist": replace(SMALL, data="mnist", side=14),
     "cpu-cifar10": replace(SMALL, data="cifar10", side=16, flip=True, batch=20, epochs=8),
     "cpu-mnist-long": replace(SMALL, data="mnist", side=14, epochs=20),  # for pictures
-    "cpu-cifar10-long": replace(SMALL, data="cifar10", side=16, flip=True, batch=20, epochs=18),
     "paper-mnist": replace(PAPER, data="mnist", batches=295),
     "paper-cifar10": replace(PAPER, data="cifar10", batches=245, flip=True),
     "paper-imagenet64": replace(PAPER, data="folder", side=64, batch=60, batches=21_000, weight=0.01, workers=8),
@@ -101,6 +100,7 @@ METHODS = {
     "aca": Method(tm.ACA(), tm.HeunEuler(), 1e-2, 1e-3),
     "naive": Method(tm.Naive(), tm.HeunEuler(), 1e-2, 1e-3),
     "mali": Method(tm.MALI(), tm.ALF(), 1e-2, 1e-3),
+    "mali01": Method(tm.MALI(), tm.ALF(), 1e-2, 1e-3, 0.01),
     "alf4": Method(tm.MALI(), tm.ALF(order=4), 1e-2, 1e-3),
 }
 H = 0.25  # of fixed steps, and the first of those that adapt

@@ -175,9 +175,9 @@ EXPERIMENTS = {
             takes={
                 "smoke": "10 s a method",
                 "cpu": "5 to 12 min a run",
-                "cpu-mnist": "6 to 14 min a run",
-                "cpu-cifar10": "estimated: 5 to 14 min a run",
-                "cpu-mnist-long": "estimated: 14 min",
+                "cpu-mnist": "6 to 15 min a run",
+                "cpu-cifar10": "6 to 14 min a run",
+                "cpu-mnist-long": "14 min",
                 "paper-mnist": "not run",
                 "paper-cifar10": "not run",
                 "paper-imagenet64": "not run",
@@ -193,7 +193,7 @@ EXPERIMENTS = {
             shows="Table 1, for flows",
             presets=flow_memory.RUNS,
             main=flow_memory.main,
-            takes={"smoke": "10 s", "cpu": "estimated: 5 min"},
+            takes={"smoke": "10 s", "cpu": "2 min"},
         ),
         Experiment(
             name="densities",
@@ -201,7 +201,7 @@ EXPERIMENTS = {
             shows="nothing of the paper's; pictures that teach",
             presets=densities.PRESETS,
             main=densities.main,
-            takes={"smoke": "5 s", "cpu": "estimated: 13 min"},
+            takes={"smoke": "5 s", "cpu": "9 to 14 min a data set"},
         ),
     )
 }

@@ -197,7 +197,7 @@ def _claims(title: str, by: Groups) -> list[Claim]:
     text = "Flows beat a normal distribution fitted in the space of logits"
     claim(text, [mean_bits(group) < floor for group in by.values()], numbers, [by], "a floor: they learn")
     if its := together(by, "mali"):
-        off = _off(its["mali"])
+        off = differences(its["mali"])
         said = ", ".join(f"{way} {x:.2g}" for way, x in off.items())
         numbers = f"Largest difference of bits from those by Dopri5 at 1e-5: {said}."
         text = "What MALI trained is the same flow under ALF with h = 0.05 (0.01 allowed)"
@@ -229,7 +229,7 @@ def _side_by_side(its: Groups, method: str, kind: str) -> tuple[list[float], lis
     return mali, other, when
 
 
-def _off(group: Sequence[Found]) -> dict[str, float]:
+def differences(group: Sequence[Found]) -> dict[str, float]:
     """The largest difference of bits by another solver from those by Dopri5."""
     found: dict[str, float] = {}
     for one in group:

@@ -309,7 +309,7 @@ def flow_run(method: str, curve: list[float], seconds: float = 10.0, seed: int =
         "untrained_validation_bits": 5.0, "solved": {"solver": "ALF()", "controller": "FixedStep(1)", "weight": 0.1},
     }  # fmt: skip
     counts = {"evaluations_forward": [9.0], "evaluations_backward": [9.0], "refreshes": [0.0]}
-    metrics = {"validation_bits": curve, **counts}
+    metrics = {"validation_bits": curve, "train_bits": curve, **counts}
     preset = more.get("preset", "cpu")
     line = f"python -m experiments run flows --preset {preset} --method {method} --seed {seed}"
     times = {"training_cpu": [seconds] * len(curve)}

@@ -304,7 +304,7 @@ def _curves(by: Groups) -> Figure:
     for ax in (by_step, by_time):
         ax.axhline(floor, color="#808080", linestyle="--", linewidth=1, label="normal distribution")
     handles, labels = by_step.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
     return figure
 
 
@@ -390,29 +390,29 @@ def _square(ax: Axes) -> Axes:
 
 
 def _plane(found: Sequence[Found]) -> Figure:
-    figure = Figure(figsize=(6.4, 6.6), layout="constrained")
+    figure = Figure(figsize=(6.4, 6.6), dpi=200, layout="constrained")  # points are pixels: as lines they are 1 MB
     axes = figure.subplots(3, len(found), squeeze=False)
     for column, one in enumerate(found):
         results = one.record.results
         _square(axes[0][column]).set_title(one.record.config["data"], fontsize=10)
-        axes[0][column].plot(*points(results["real"]).T, ".", markersize=1.5, color="#303030")
+        axes[0][column].plot(*points(results["real"]).T, ".", markersize=1.5, color="#303030", rasterized=True)
         cells = unpacked(results["density"]["cells"], (N_CELLS, N_CELLS))[0].numpy()
         extent = (-LIMIT, LIMIT, -LIMIT, LIMIT)
         _square(axes[1][column]).imshow(cells, origin="lower", extent=extent, cmap="magma", interpolation="nearest")
         samples = points(results["on_the_way"]).reshape(N_TIMES, -1, 2)[-1]
-        _square(axes[2][column]).plot(*samples.T, ".", markersize=1.5, color=COLORS["MALI"])
+        _square(axes[2][column]).plot(*samples.T, ".", markersize=1.5, color=COLORS["MALI"], rasterized=True)
     return figure
 
 
 def _way(found: Sequence[Found]) -> Figure:
-    figure = Figure(figsize=(6.4, 1.15 * len(found) + 0.2), layout="constrained")
+    figure = Figure(figsize=(6.4, 1.15 * len(found) + 0.2), dpi=200, layout="constrained")
     chosen_times = [round(k * (N_TIMES - 1) / 5) for k in range(6)]
     axes = figure.subplots(len(found), 6, squeeze=False)
     for row, one in enumerate(found):
         way = points(one.record.results["on_the_way"]).reshape(N_TIMES, -1, 2)
         for column, k in enumerate(chosen_times):
             ax = _square(axes[row][column])
-            ax.plot(*way[k].T, ".", markersize=0.8, color=COLORS["MALI"])
+            ax.plot(*way[k].T, ".", markersize=0.8, color=COLORS["MALI"], rasterized=True)
             if row == 0:
                 ax.set_title(f"t = {1 - k / (N_TIMES - 1):.1f}", fontsize=8)
     return figure

@@ -151,7 +151,7 @@ def _is_for(view: View, record: Record) -> bool:
 # Which fields may differ from the preset, beside method and seed
 VARIED = {
     "cifar10": {"rtol", "atol"},
-    "densities": {"data"},
+    "densities": {"data", "epochs"},
     "latent": {"fraction", "eta", "unsafe_damping"},
     "paths": {"eta", "unsafe_damping"},
 }

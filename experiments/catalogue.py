@@ -201,7 +201,7 @@ EXPERIMENTS = {
             shows="nothing of the paper's; pictures that teach",
             presets=densities.PRESETS,
             main=densities.main,
-            takes={"smoke": "5 s", "cpu": "9 to 14 min a data set"},
+            takes={"smoke": "5 s", "cpu": "8 to 14 min a data set"},
         ),
     )
 }

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -25,19 +26,35 @@ from torchmali.surroundings import Surroundings
 TIME_LIMIT = 1.03  # with care against without: nothing, as far as this can be measured
 
 
+class NoSource:
+    """In place of `Source`: nothing is drawn."""
+
+    is_fresh = True  # late draws are not looked for
+
+    def watch(self, device: torch.device) -> None:
+        pass
+
+
 class NoSurroundings:
     """In place of `Surroundings`: an f without any."""
 
     draws = is_cast = is_active = synchronises = False
-    coarseness = 0.0
+    coarseness = eps = 0.0
+    modules, source = (), NoSource()
 
     def __init__(self, *_: Any):
         pass
 
-    def first_evaluation(self) -> nullcontext:
+    def first_evaluation(self, *_: Any) -> nullcontext:
         return nullcontext()
 
-    evaluation = forward_pass = backward_pass = apart = first_evaluation
+    evaluation = forward_pass = backward_pass = first_evaluation
+
+    def for_backward(self) -> NoSurroundings:
+        return self
+
+    def changes(self) -> str:
+        return ""
 
     def mark(self) -> None:
         pass

@@ -176,7 +176,8 @@ def rebuilt(config: ExplainConfig, problem: Problem, controller: StepController,
 def reconstruction(config: ExplainConfig, eta: float, exact: bool) -> dict[str, Any]:
     """Errors of z rebuilt from (z, v) at T alone, relative, in float32, until it is lost."""
     problem, solver = mlp(config.seed, 5.0).to(torch.float32), tm.ALF(eta=eta, refresh="never")
-    controller, arithmetic = tm.FixedStep(problem.span / config.n_steps), tm.MALI(exact=exact).arithmetic
+    controller = tm.FixedStep(problem.span / config.n_steps)
+    arithmetic = tm.MALI(exact=exact).arithmetic(problem.span)
     end, tape = forward(problem, solver, controller, arithmetic)
     errors = [(t, relative(z, kept)) for t, z, kept in walk_back(problem, solver, end, tape)]
     first_lost = next((i for i, (_, e) in enumerate(errors) if not e < 1e3), len(errors))

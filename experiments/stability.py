@@ -236,7 +236,7 @@ def problem_of(config: StabilityConfig, title: str) -> Problem:
 
 
 def forward(
-    problem: Problem, solver: tm.Solver, controller: StepController, arithmetic: type[State] = Floats
+    problem: Problem, solver: tm.Solver, controller: StepController, arithmetic: Any = Floats
 ) -> tuple[State, Tape]:
     """The end state, and a tape with all states on it."""
     controller = controller.bind(Structure.of(problem.z0))
@@ -262,7 +262,7 @@ def walk_back(problem: Problem, solver: tm.ReversibleSolver, end: State, tape: T
                 yield event.t0, state.point[0], type(end).restore(tape.kept[event.before]).point[0]
             elif isinstance(event, Rescale):
                 assert event.lost is not None
-                state = state.unscaled(event.bits, tape.kept[event.lost])
+                state = state.unscaled(event.change, tape.kept[event.lost])
             elif isinstance(event, Refresh) and event.before is not None:
                 state = state.back_to(tape.kept[event.before])
 
@@ -398,9 +398,8 @@ class Method(NamedTuple):
     gradient: tm.GradientMethod
     dtype: torch.dtype
 
-    @property
-    def arithmetic(self) -> type[State]:
-        return self.gradient.arithmetic if isinstance(self.gradient, tm.MALI) else Floats
+    def arithmetic(self, span: float) -> Any:
+        return self.gradient.arithmetic(span) if isinstance(self.gradient, tm.MALI) else Floats
 
 
 METHODS = {
@@ -419,7 +418,7 @@ def way_back(config: StabilityConfig, problem: Problem, name: str, tolerance: fl
     problem, found = problem.to(method.dtype), {}
     how: Any = {"solver": method.solver, "controller": controller}
     try:
-        end, tape = forward(problem, method.solver, controller, method.arithmetic)
+        end, tape = forward(problem, method.solver, controller, method.arithmetic(problem.span))
     except tm.SolverError as error:
         return {"failed": f"on the way forward: {_first_sentence(error)}"}
     try:
@@ -431,7 +430,7 @@ def way_back(config: StabilityConfig, problem: Problem, name: str, tolerance: fl
     except tm.SolverError as error:
         found["back failed"] = _first_sentence(error)
     # ACA takes the steps of floats; the solve on integers has its own.
-    on_integers = method.arithmetic is not Floats
+    on_integers = method.gradient.on_integers
     discrete = (
         replayed_gradient(problem, method.solver, tape)
         if on_integers
@@ -471,7 +470,7 @@ def finest(config: StabilityConfig, title: str, name: str) -> float:
     if title == HARDEST:  # it takes the most steps, and the others add nothing
         return 10 * limit if name in ("MALI", "alf4") else math.inf
     if method.dtype == torch.float32:  # round-off would show; integers take time
-        return max(limit, 1e-4 if method.arithmetic is Floats else 1e-3)
+        return max(limit, 1e-3 if method.gradient.on_integers else 1e-4)
     return limit
 
 

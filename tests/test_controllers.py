@@ -39,6 +39,9 @@ from torchmali import (
     FixedStep,
     Heun,
     HeunEuler,
+    InvalidOption,
+    Naive,
+    Reversible,
     Solution,
     Tsit5,
     rms_norm,
@@ -556,3 +559,75 @@ def test_two_solves_with_the_same_objects_do_not_influence_each_other():
 def test_solvers_without_an_estimate_run_at_fixed_steps_within_their_own_error():
     y = solve(MLP.f, MLP.y0, MLP.span, solver=RK4(), controller=FixedStep(0.05), gradient=ACA()).y
     torch.testing.assert_close(y[-1], MLP.reference(), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("norm", "got"),
+    [
+        (lambda x: [1.0], "a list"),
+        (lambda x: 1.0, "a float"),
+        (lambda x: x[0], r"a tensor of shape \(2,\), torch.float64"),
+        (lambda x: x[0].norm()[None], r"a tensor of shape \(1,\)"),
+        (lambda x: (x[0] > 1).any(), r"a tensor of shape \(\), torch.bool"),
+        (lambda x: None, "a NoneType"),
+    ],
+)
+def test_a_norm_that_makes_no_number_is_told_of_at_once(norm, got):
+    for h0 in (None, 0.1):
+        with pytest.raises(InvalidOption, match=f"norm=.*0-d tensor.*it returned {got}"):
+            solve(lambda t, y: -y, torch.ones(2).double(), (0, 1), controller=AdaptiveStep(h0=h0, norm=norm))
+
+
+@pytest.mark.parametrize("h0", [1e-300, 5e-324, 1e-30])
+@pytest.mark.parametrize("t", [(0.0, 1.0), (1.0, 0.0), (1e6, 1e6 + 1)])
+def test_a_first_step_of_no_length_is_told_of(h0, t):
+    with pytest.raises(InvalidOption, match=rf"h0={h0}\) is too short .* time of 1: steps below 1.3e-25"):
+        solve(lambda t, y: -y, torch.ones(2).double(), t, controller=AdaptiveStep(h0=h0))
+
+
+@pytest.mark.parametrize("h0", [0.0, -1.0, math.nan, "0.1"])
+def test_a_first_step_is_a_positive_number(h0):
+    with pytest.raises(InvalidOption, match="h0=.*must be a positive number"):
+        AdaptiveStep(h0=h0)
+
+
+GRIDS: list[Any] = [*ADAPTIVE, Reversible(RK4()), ALF(eta=0.9), RK4()]
+
+
+@pytest.mark.parametrize("through_search", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("solver", GRIDS, ids=repr)
+def test_the_grid_and_the_values_do_not_depend_on_whether_times_are_differentiated(solver, dtype, through_search):
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(3, 16), torch.nn.Tanh(), torch.nn.Linear(16, 3)).to(dtype)
+    y0 = torch.randn(4, 3, dtype=dtype), torch.randn((), dtype=dtype)
+    t = torch.linspace(0, 1, 5, dtype=torch.float64)
+
+    def f(t: Tensor, y: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        return net(y[0]) * (1 + torch.sin(5 * t)), -y[1] * torch.cos(t)
+
+    controllers: list[Any] = [FixedStep(0.07)]
+    if solver.error_order is not None:
+        controllers += [AdaptiveStep(1e-4, 1e-5), AdaptiveStep(1e-4, 1e-5, beta=0.4)]
+    for controller in controllers:
+        how: dict[str, Any] = {"solver": solver, "controller": controller}
+        plain = solve(f, y0, t, gradient=Naive(), **how)
+        traced = solve(f, y0, t.clone().requires_grad_(), gradient=Naive(through_search), **how)
+        assert traced.stats.n_steps == plain.stats.n_steps
+        assert traced.stats.n_rejected == plain.stats.n_rejected
+        assert all(map(torch.equal, plain.y, traced.y))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # torch's own, in forward mode
+@pytest.mark.parametrize("solver", [ALF(), ALF(order=4), Dopri5(), Reversible(RK4())], ids=repr)
+def test_times_can_be_differentiated_twice_and_in_forward_mode(solver):
+    def end(t: Tensor) -> Tensor:
+        times = torch.stack([torch.zeros_like(t), t / 3, t])
+        how: dict[str, Any] = {"solver": solver, "controller": FixedStep(0.2), "gradient": Naive()}
+        return solve(lambda t, y: torch.sin(y) * t, torch.ones(3).double(), times, **how).y[1:].sum()
+
+    t = torch.tensor(1.1, dtype=torch.float64)
+    torch.autograd.gradcheck(end, t.requires_grad_(), check_forward_ad=True)
+    torch.autograd.gradgradcheck(end, t)
+    slope = torch.func.jvp(end, (t.detach(),), (torch.ones_like(t),))[1]
+    torch.testing.assert_close(slope, torch.func.grad(end)(t.detach()))

@@ -378,7 +378,8 @@ def test_mali_reports_how_well_it_rebuilt_the_start():
 def test_mali_warns_when_round_off_grew_on_the_way_back():
     # Growth by e^10 in float32: the reconstruction is off by eps e^10, some 1e-3 and more.
     y0 = torch.linspace(0.5, 1.5, 4).requires_grad_()
-    solution = tm.solve(lambda t, y: 10 * y, y0, [0.0, 1.0], controller=tm.FixedStep(1 / 100))
+    method = tm.MALI(checkpoint_every=None)
+    solution = tm.solve(lambda t, y: 10 * y, y0, [0.0, 1.0], controller=tm.FixedStep(1 / 100), gradient=method)
     with pytest.warns(tm.SolverWarning, match=r"relative error above \d"):
         solution.y[-1].sum().backward()
     assert solution.stats.reconstruction_error is not None
@@ -394,7 +395,8 @@ def test_training_that_drifts_at_every_step_says_so_once_for_each_power_of_ten()
 
 def drifted(growth: float) -> float:
     y0 = torch.linspace(0.5, 1.5, 4).requires_grad_()
-    solution = tm.solve(lambda t, y: growth * y, y0, [0.0, 1.0], controller=tm.FixedStep(1 / 100))
+    method = tm.MALI(checkpoint_every=None)
+    solution = tm.solve(lambda t, y: growth * y, y0, [0.0, 1.0], controller=tm.FixedStep(1 / 100), gradient=method)
     solution.y[-1].sum().backward()
     assert solution.stats.reconstruction_error is not None
     return solution.stats.reconstruction_error

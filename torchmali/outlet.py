@@ -11,9 +11,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchmali.field import Field, unchanged
+from torchmali.field import Field, require_unchanged
+from torchmali.randomness import Source
 from torchmali.solution import InvalidField, require
 from torchmali.state import Structure, Tensors, Time
+from torchmali.surroundings import version_of
 
 
 class Pulled(NamedTuple):
@@ -48,6 +50,14 @@ class Outlet(ABC):
     def pull(self, t: Time, z: Tensors, k: int, grads: Sequence[Tensor | None]) -> Pulled:
         """Back from dL/dresults to y[k] = z."""
 
+    def mark(self) -> Any:
+        """What has been taken in so far, to come `back_to`."""
+        return None
+
+    def back_to(self, mark: Any) -> None:
+        """Forget what was emitted since: it will be emitted again."""
+        return None
+
     def states(self, results: Tensors) -> Tensors:
         """Those of the results that are states, time first."""
         return results
@@ -58,6 +68,11 @@ class Outlet(ABC):
 
     def with_tensors(self, theta: Sequence[Tensor], wants_t: bool) -> Outlet:
         return self
+
+    @property
+    def functions(self) -> Sequence[Field]:
+        """The functions of the user's that are called here."""
+        return ()
 
     def backward_pass(self, t: float, z: Tensors) -> AbstractContextManager:
         """Around all calls of `pull`. t, z: of the first output."""
@@ -108,7 +123,6 @@ class Observed(Outlet):
         return (*self.observer.at(t, z, k), *z)
 
     def gather(self, shown: Sequence[Tensors]) -> Tensors:
-        self.observer.surroundings.move_on()
         values, *_ = zip(*shown, strict=True)
         return torch.stack(values).sum(0), *(leaf.unsqueeze(0) for leaf in shown[-1][1:])
 
@@ -122,9 +136,15 @@ class Observed(Outlet):
         if k == self.n - 1:
             self.end = tuple(leaf.clone().unsqueeze(0) for leaf in z)
 
+    def mark(self) -> Any:
+        return self.sum, self.observer.surroundings.mark()
+
+    def back_to(self, mark: Any) -> None:
+        self.sum, surroundings = mark
+        self.observer.surroundings.back_to(surroundings)
+
     def results(self) -> Tensors:
         assert self.sum is not None
-        self.observer.surroundings.move_on()
         return self.sum[0], *self.end
 
     def pull(self, t: Time, z: Tensors, k: int, grads: Sequence[Tensor | None]) -> Pulled:
@@ -138,6 +158,10 @@ class Observed(Outlet):
 
     def states(self, results: Tensors) -> Tensors:
         return results[1:]
+
+    @property
+    def functions(self) -> Sequence[Field]:
+        return (self.observer,)
 
     def without_tensors(self) -> Outlet:
         return Observed(self.observer.without_tensors(), self.n)
@@ -156,15 +180,14 @@ class Observer(Field):
     called = "observe"
     remedy = "Keep it in a module, or name it in the function."
 
-    def __init__(self, func: Callable, z0: Tensors, structure: Structure):
-        super().__init__(func, z0, structure, (), None)
+    def __init__(self, func: Callable, z0: Tensors, structure: Structure, source: Source | None = None):
+        super().__init__(func, z0, structure, (), None, source=source)
         self.takes_k = _takes_k(func)
         self.kind: Any = None  # shape and dtype of what it returns
 
     def at(self, t: Time, z: Tensors, k: int) -> Tensors:
         self.args = (k,) if self.takes_k else ()
-        with self.surroundings.apart(), unchanged(z, self.called):
-            return self(t, z)
+        return self(t, z)
 
     def gradients_at(
         self, t: Time, z: Tensors, k: int, a: Tensor
@@ -177,7 +200,9 @@ class Observer(Field):
     def __call__(self, t: Time, z: Tensors) -> Tensors:
         if self.needs_care:
             return self._evaluate_with_care(t, z)
+        versions = [version_of(x) for x in z]
         value = self.func(self.time(t), self.structure.rebuild(z), *self.args)
+        require_unchanged(versions == [version_of(x) for x in z], self.called)
         is_real = isinstance(value, Tensor) and value.is_floating_point()
         got = value.dtype if isinstance(value, Tensor) else type(value).__name__
         require(is_real, f"observe must return a tensor of real numbers, to be summed; got {got}.", InvalidField)

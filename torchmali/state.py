@@ -75,20 +75,27 @@ def sketch(tree: Any) -> str:
 
 
 def combine(z: Tensors | None, weights: Sequence[Any], ks: Sequence[Tensors]) -> Tensors:
-    """z + sum of weight * k, leaf by leaf (z=None: the sum alone)."""
-    if isinstance(weights[0], Tensor):
+    """z + sum of weight * k, leaf by leaf (z=None: the sum alone).
+
+    The value is the same to the bit whether weights are numbers or tensors on the host that autograd follows. Those on
+    a device are not waited for; their products may differ in the last bit.
+    """
+    if isinstance(weights[0], Tensor) and weights[0].device.type != "cpu":
         total = z
         for w, k in zip(weights, ks, strict=True):
             moved = tuple(scaled(x, w) for x in k)
-            total = moved if total is None else tuple(a + b for a, b in zip(total, moved, strict=True))
-        assert total is not None
-        return total
+            total = moved if total is None else tuple(x + y for x, y in zip(total, moved, strict=True))
+        return total or ()
+    numbers = [number(w) for w in weights]
     if z is None:
-        out = torch._foreach_mul(ks[0], weights[0])
+        out = torch._foreach_mul(ks[0], numbers[0])
     else:
-        out = torch._foreach_add(z, ks[0], alpha=weights[0])
-    for w, k in zip(weights[1:], ks[1:], strict=True):
+        out = torch._foreach_add(z, ks[0], alpha=numbers[0])
+    for w, k in zip(numbers[1:], ks[1:], strict=True):
         torch._foreach_add_(out, k, alpha=w)
+    for w, n, k in zip(weights, numbers, ks, strict=True):
+        if isinstance(w, Tensor):  # (w - n) k is zero, and has the derivatives that n k lacks
+            out = [x + scaled(y, w - n) for x, y in zip(out, k, strict=True)]
     return tuple(out)
 
 
@@ -109,12 +116,29 @@ class Memento(NamedTuple):
     form: Any
 
 
+class Drift(NamedTuple):
+    """How far a rebuilt state is from the one that was there, relative to its scale.
+
+    The scale of a component is the larger of |z| and of the change that v makes of it, so that a component which passes
+    through zero is judged by how far it moves. One without a scale has that of its row.
+    """
+
+    component: float  # the worst one, on its own scale: a large component hides nothing
+    most: float  # the share of the components of a row that are beyond a first limit, of the worst row
+    some: float  # the share of the components of a leaf that are beyond a second one, of the worst leaf
+    row: float  # the worst component, on the scale of the largest in its row
+
+
 class Fit(NamedTuple):
-    """How the numbers of a step fit the range of a bounded state."""
+    """How the numbers of the latest steps fit the range of a bounded state."""
 
     finite: bool
-    is_void: bool  # nothing of the step can be trusted: it has to be repeated on another grid
-    bits: tuple[int, ...]  # by which to make each tensor coarser (finer: negative); empty: it is well as it is
+    is_void: bool  # nothing of them can be trusted: they have to be repeated on another grid
+    changes: Sequence[Any]  # of the grid, for `rescaled`: before they are repeated, or before the next step
+
+    @property
+    def counts(self) -> bool:
+        return self.finite and not self.is_void
 
 
 FITS = Fit(True, False, ())
@@ -127,7 +151,7 @@ class State(ABC):
     """
 
     __slots__ = ()
-    is_bounded: ClassVar[bool] = False  # its numbers may overflow: the range has to be watched (Grid)
+    is_bounded: ClassVar[bool] = False  # its numbers are integers, whose range has to be watched (Grid)
     point: Tensors  # z
     slope: Tensors  # v
 
@@ -135,6 +159,10 @@ class State(ABC):
     @abstractmethod
     def of(cls: type[S], z: Tensors) -> S:
         """A state at z, without v."""
+
+    def begun_at(self: S, z: Tensors) -> S:
+        """The state without v at the beginning of the solve that led here."""
+        return self.of(z)
 
     @abstractmethod
     def with_slope(self: S, v: Tensors) -> S:
@@ -163,19 +191,19 @@ class State(ABC):
         """What `back_to` needs where v is renewed and z stays."""
         return self.put_away()
 
-    def extent(self) -> Tensor:
-        """How large the numbers got in the moves since `fork`, for `fit` (bounded states only)."""
-        raise AssertionError("floats are not bounded")
+    def range(self) -> Any:
+        """What watches over the range of the numbers in one solve (grid.Range); None: floats need nobody."""
+        return None
 
-    def fit(self, extent: list[float], dropped: Sequence[tuple[int, ...]]) -> Fit:
-        """dropped: the rescales that were made for this very step."""
-        raise AssertionError("floats are not bounded")
+    def begins_again(self) -> Any:
+        """An arithmetic with which to begin the solve anew, where this first state asks for it."""
+        return None
 
-    def rescaled(self: S, bits: tuple[int, ...]) -> tuple[S, Memento]:
+    def rescaled(self: S, change: Any) -> tuple[S, Memento]:
         """On another scale, and what fell off."""
         raise AssertionError("floats are not bounded")
 
-    def unscaled(self: S, bits: tuple[int, ...], lost: Memento) -> S:
+    def unscaled(self: S, change: Any, lost: Memento) -> S:
         """`rescaled` undone."""
         raise AssertionError("floats are not bounded")
 
@@ -189,11 +217,8 @@ class State(ABC):
         return self.restore(kept)
 
     @abstractmethod
-    def distance(self: S, truth: S, end: S, span: float) -> float:
-        """How far (z, v) is from the truth: relative, of the worst row, where v counts as the change span v of z.
-
-        `end` is the scale of a row that is zero.
-        """
+    def distance(self: S, truth: S, end: S, span: float, limits: tuple[float, float] = (0.0, 0.0)) -> Drift:
+        """How far (z, v) is from the truth, where v counts as a change of z by span v. limits: those of `Drift`."""
 
 
 class Floats(State):
@@ -233,20 +258,25 @@ class Floats(State):
     def restore(cls, kept: Memento) -> Floats:
         return cls(kept.tensors[: kept.form], kept.tensors[kept.form :])
 
-    def distance(self, truth: Floats, end: Floats, span: float) -> float:
+    def distance(self, truth: Floats, end: Floats, span: float, limits: tuple[float, float] = (0.0, 0.0)) -> Drift:
         worst = []
         for i, z in enumerate(self.point):
             if z.numel():
-                zs = z - truth.point[i], truth.point[i], end.point[i]
-                norms = _row_norms(zs)
+                off, size, other = (z - truth.point[i]).abs_(), truth.point[i].abs(), end.point[i].abs()
                 if self.slope:
-                    vs = self.slope[i] - truth.slope[i], truth.slope[i], end.slope[i]
-                    norms = torch.maximum(norms, _row_norms(vs).mul_(span))
-                off, size, other = norms
-                size = torch.where(size > 0, size, torch.where(other > 0, other, 1.0))
-                worst.append((off / size).amax().to(self.point[0]))
-        drift = torch.stack(worst).amax().item() if worst else 0.0  # the one host read
-        return math.inf if math.isnan(drift) else drift
+                    off = torch.maximum(off, (self.slope[i] - truth.slope[i]).abs_().mul_(span))
+                    size = torch.maximum(size, truth.slope[i].abs().mul_(span))
+                    other = torch.maximum(other, end.slope[i].abs().mul_(span))
+                off, size, other = rows(off), rows(size), rows(other)
+                largest = size.amax(1, keepdim=True)
+                largest = torch.where(largest > 0, largest, other.amax(1, keepdim=True))
+                largest = torch.where(largest > 0, largest, 1.0)
+                relative = off / torch.where(size > 0, size, largest)
+                most, some = ((~(relative <= limit)).to(relative) for limit in limits)  # nan counts
+                of_row = (off.amax(1, keepdim=True) / largest).amax()
+                worst.append(torch.stack([relative.amax(), most.mean(1).amax(), some.mean(), of_row]).to(self.point[0]))
+        drift = torch.stack(worst).amax(0).tolist() if worst else (0.0, 0.0, 0.0, 0.0)  # the one host read
+        return Drift(*(math.inf if math.isnan(x) else x for x in drift))
 
 
 class Traced(State):
@@ -277,7 +307,7 @@ class Traced(State):
     def restore(cls, kept: Memento) -> Traced:
         raise AssertionError("autograd goes back over these")
 
-    def distance(self, truth: Traced, end: Traced, span: float) -> float:
+    def distance(self, truth: Traced, end: Traced, span: float, limits: tuple[float, float] = (0.0, 0.0)) -> Drift:
         raise AssertionError("autograd goes back over these")
 
 
@@ -307,10 +337,6 @@ def scale_(x: Leaves, factor: float) -> None:
 def rows(x: Tensor) -> Tensor:
     """A leaf as a matrix with one row for each sample: all dimensions but the first, or the whole if it has one."""
     return x.flatten(1) if x.ndim > 1 else x.reshape(1, -1)
-
-
-def _row_norms(x: Sequence[Tensor]) -> Tensor:
-    return torch.linalg.vector_norm(torch.stack([rows(leaf) for leaf in x]), dim=2)
 
 
 def dot(x: Leaves, y: Leaves) -> Tensor:

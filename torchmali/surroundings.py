@@ -2,11 +2,11 @@
 
 A solve calls f many times and a backward pass calls it again. Here these calls become calls of one function:
 
-- All evaluations of a solve and of its backward pass draw the same random numbers. Afterwards the generators are where
-  one evaluation would have left them.
+- All evaluations of a solve and of its backward pass draw the same random numbers (randomness.py).
 - f alone runs under the autocast of the forward pass; the state and its moves keep their precision.
 - Buffers that f changes (running statistics of a BatchNorm) are changed by the evaluations of accepted forward steps
-  and by no others; or, frozen, by none.
+  and by no others; or, frozen, by none. The same holds for small tensors that f holds outside of modules, such as
+  buffers for torch.func.functional_call.
 - Where modules changed their mode or other buffers before the backward pass, f is asked whether that matters to it.
 
 The first evaluation shows which of this f needs. An f that needs nothing pays nothing.
@@ -15,21 +15,21 @@ The first evaluation shows which of this f needs. An f that needs nothing pays n
 from __future__ import annotations
 
 import contextlib
+import copy
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 
+from torchmali.randomness import Draws, First, Redirected, Refused, Source
 from torchmali.solution import InvalidField, NonRepeatableField, require
 
 LARGE = 2**20  # bytes: a buffer beyond this is a table, not a statistic; f may read it, but not change it
-
-DRAWS_SOMETIMES = (
-    "{} draws random numbers in some of its evaluations only, so that they cannot be the same in all. Draw them once, "
-    "before the solve."
-)
+SMALL = 2**16  # bytes: a tensor outside of modules up to this may be a statistic
 
 
 class Buffer(NamedTuple):
@@ -42,12 +42,46 @@ class Buffer(NamedTuple):
     def tensor(self) -> Tensor:
         return getattr(self.module, self.name)
 
+    def put(self, x: Tensor | None) -> None:
+        if self.tensor is not x:
+            setattr(self.module, self.name, x)
+
     @property
-    def version(self) -> tuple[int, int]:
-        return id(self.tensor), self.tensor._version
+    def can_be_undone(self) -> bool:
+        return self.tensor.nbytes <= LARGE
 
     def __str__(self) -> str:
         return f"{self.name} of {type(self.module).__name__}"
+
+
+class Loose(NamedTuple):
+    """A tensor without a gradient that f holds in a closure or container, or gets through args."""
+
+    there: weakref.ref[Tensor]
+
+    @property
+    def tensor(self) -> Tensor | None:
+        return self.there()
+
+    def put(self, x: Tensor | None) -> None:
+        pass  # it has no place where it could be replaced
+
+    @property
+    def can_be_undone(self) -> bool:
+        x = self.tensor
+        return x is not None and x.nbytes <= SMALL
+
+    def __str__(self) -> str:
+        x = self.tensor
+        return "a tensor that f holds" if x is None else f"a tensor of shape {tuple(x.shape)} that f holds"
+
+
+Changeable = Buffer | Loose
+
+
+def version_of(x: Tensor) -> int | None:
+    """How often x was changed in place; None for a tensor of inference mode, which does not count."""
+    return None if x.is_inference() else x._version
 
 
 class Value(NamedTuple):
@@ -55,16 +89,15 @@ class Value(NamedTuple):
 
     tensor: Tensor
     copy: Tensor | None  # None: it is too large
-    version: tuple[int, int]
+    version: int | None
 
     @staticmethod
-    def of(buffer: Buffer) -> Value:
-        x = buffer.tensor
-        return Value(x, x.detach().clone() if x.nbytes <= LARGE else None, buffer.version)
+    def of(x: Tensor, copies: bool = True) -> Value:
+        return Value(x, x.detach().clone() if copies else None, version_of(x))
 
-    def is_still(self, buffer: Buffer) -> bool:
+    def is_still(self, now: Tensor | None) -> bool:
         # A BatchNorm changes its statistics without counting it.
-        same = buffer.version == self.version
+        same = now is self.tensor and version_of(self.tensor) == self.version
         return same and (self.copy is None or torch.equal(self.tensor, self.copy))
 
 
@@ -72,7 +105,21 @@ Mark = Sequence[Value] | None  # None: from before the first evaluation
 
 
 class Surroundings:
-    def __init__(self, modules: Sequence[nn.Module], device: torch.device, buffers: str):
+    """What one function of a solve (f, or the observer) depends on beside its arguments.
+
+    loose: tensors without a gradient that it holds outside of modules. eps: rounding of the coarsest floating-point
+    type in which it computes; before the first evaluation, the one that is given.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        device: torch.device,
+        buffers: str,
+        source: Source | None = None,
+        loose: Sequence[Tensor] = (),
+        eps: float = 0.0,
+    ):
         what = f'buffers={buffers!r}: "update" (by each evaluation of an accepted step) or "freeze".'
         require(buffers in ("update", "freeze"), what)
         kinds = map(type, modules)
@@ -83,21 +130,31 @@ class Surroundings:
         )
         require(not sharded, what, InvalidField)
         self.modules, self.device, self.freezes = modules, device, buffers == "freeze"
+        self.eps = self.eps_of_state = eps  # until the first evaluation shows a coarser one
+        self.loose = [Loose(weakref.ref(x)) for x in loose if _is_plain(x)]
         self.is_cast = torch.is_autocast_enabled(device.type)
         self.dtype, self.caches = torch.get_autocast_dtype(device.type), torch.is_autocast_cache_enabled()
-        self.draws = False
-        self.changing: list[Buffer] = []  # by f
-        self.at_first: Mark = None  # what they were in the beginning
+        self.source = source or Source()
+        self.random = Draws(self.source)
+        self.mode: Redirected | None = None  # under which each evaluation runs
+        self.changing: list[Changeable] = []  # by f
+        self.at_first: list[Value] | None = None  # what they were in the beginning
+        self.others: list[tuple[Changeable, Tensor | None, int | None]] = []  # not changed by f, with their versions
 
     @property
     def coarseness(self) -> float:
-        """How far f may be off where z is off by a rounding: under autocast, f jumps where z is rounded."""
-        return 8 * torch.finfo(self.dtype).eps if self.is_cast else 0.0
+        """How far f may be off where z is off by a rounding: in low precision, f jumps where z is rounded."""
+        return 8 * self.eps if self.eps > self.eps_of_state else 0.0
+
+    @property
+    def draws(self) -> bool:
+        """Whether the first evaluation drew random numbers."""
+        return self.random.is_used
 
     @property
     def is_active(self) -> bool:
         """Whether there is something to do around each evaluation."""
-        return self.draws or self.is_cast or (self.freezes and bool(self.changing))
+        return self.mode is not None or self.is_cast or (self.freezes and bool(self.changing))
 
     @property
     def synchronises(self) -> bool:
@@ -107,88 +164,115 @@ class Surroundings:
         return is_parallel and any(dist.get_world_size(norm.process_group) > 1 for norm in norms)
 
     @contextlib.contextmanager
-    def first_evaluation(self) -> Iterator[None]:
+    def first_evaluation(self, may_differentiate: bool = True) -> Iterator[None]:
         """Find out what f does beside returning something."""
-        self.generators = self._generators()
         holders = [m for m in self.modules if m._buffers]
-        buffers = [Buffer(m, name) for m in holders for name, _ in m.named_buffers(recurse=False)]
-        values = list(map(Value.of, buffers))
-        with self._as_cast():
-            yield
-        self.afterwards = self._generators()
-        self.draws = not _equal(self.generators, self.afterwards)
-        changed = [(x, value) for x, value in zip(buffers, values, strict=True) if not value.is_still(x)]
-        large = [str(x) for x, value in changed if value.copy is None]
+        found: list[Changeable] = [Buffer(m, name) for m in holders for name, _ in m.named_buffers(recurse=False)]
+        there = [(x, tensor) for x in [*found, *self.loose] if (tensor := x.tensor) is not None]
+        watched = [(x, Value.of(tensor, x.can_be_undone)) for x, tensor in there]
+        mode = First(self.random, may_differentiate, self.eps)
+        try:
+            with self._as_cast(), mode:
+                yield
+        except BaseException:
+            _restore(watched)
+            raise
+        self.random.advance()
+        self.eps = mode.eps
+        if self.draws or (self.source.is_fresh and self.source.given is not None):
+            self.mode = Redirected(self.random)
+        self.changing, self.at_first, self.others, large = [], [], [], []
+        for x, value in watched:
+            if value.is_still(x.tensor):
+                # A loose tensor is not kept alive for the sake of this comparison.
+                self.others.append((x, value.tensor if isinstance(x, Buffer) else None, value.version))
+            elif value.copy is not None:
+                self.changing.append(x)
+                self.at_first.append(value)
+            elif isinstance(x, Buffer):
+                large.append(str(x))
         what = f"f changes {', '.join(large)}, a buffer of more than {LARGE:,} bytes, which cannot be undone."
         require(not large, what, NonRepeatableField)
-        self.changing, self.at_first = [x for x, _ in changed], [value for _, value in changed]
         self.modes = [m.training for m in self.modules]
-        self.others = [(x, x.version) for x in buffers if x not in self.changing]
         if self.freezes:
             self.back_to(self.at_first)
 
     def draw_again(self) -> None:
         """Before a second try of an evaluation."""
-        if self.draws or self.at_first is None:
-            self._set_generators(self.generators)
+        self.random.restart()
 
     @contextlib.contextmanager
     def evaluation(self) -> Iterator[None]:
-        if self.draws:
-            self._set_generators(self.generators)
         mark = self.mark() if self.freezes else ()
-        with self._as_cast():
-            yield
-        self.back_to(mark)
-
-    @contextlib.contextmanager
-    def apart(self) -> Iterator[None]:
-        """Evaluations between those of another function, which is not to see that random numbers were drawn."""
-        generators, is_first = self._generators(), self.at_first is None
-        yield
-        drawn = not is_first and not self.draws and not _equal(generators, self._generators())
-        require(not drawn, DRAWS_SOMETIMES.format("observe"), NonRepeatableField)
-        self._set_generators(generators if self.draws or is_first else ())
-
-    def move_on(self) -> None:
-        """After evaluations `apart`: what comes next is not to draw the same numbers again."""
-        self._set_generators(self.afterwards if self.draws else ())
+        self.random.restart()
+        try:
+            with self._as_cast(), self.mode or contextlib.nullcontext():
+                yield
+        finally:
+            self.back_to(mark)
 
     @contextlib.contextmanager
     def forward_pass(self) -> Iterator[None]:
-        with self._uncast():
-            yield
+        """Around all evaluations of a forward pass. If it fails, buffers are as they were before."""
+        try:
+            with self._uncast():
+                yield
+        except BaseException:
+            self.back_to(None)
+            raise
         if self.is_cast:
             torch.clear_autocast_cache()  # weights that were cast without a graph are no use to others
-        drawn = self.at_first is not None and not _equal(self.afterwards, self._generators())
-        require(self.draws or not drawn, DRAWS_SOMETIMES.format("f"), NonRepeatableField)
+
+    @contextlib.contextmanager
+    def refusing_draws(self, called: str) -> Iterator[None]:
+        """Around evaluations that draw nothing, or else are an error. Buffers are left as they were."""
+        mark, mode = self.mark(), self.mode
+        self.mode = mode or Refused(called)
+        try:
+            yield
+        finally:
+            self.mode = mode
+            self.back_to(mark)
 
     @contextlib.contextmanager
     def backward_pass(self) -> Iterator[None]:
         """Whatever f does beside is undone in the end."""
-        generators, mark = self._generators() if self.draws else (), self.mark()
+        # torch.func.functional_call lends buffers to a module for the forward pass only: they are lent again.
+        moved = [(x, then, now) for x, then, _ in self.others if then is not None and (now := x.tensor) is not then]
+        for x, then, _ in moved:
+            x.put(then)
+        mark = self.mark()
         try:
             with self._uncast():
                 yield
         finally:
-            self._set_generators(generators)
             self.back_to(mark)
+            for x, _, now in moved:
+                x.put(now)
+
+    def for_backward(self) -> Surroundings:
+        """A copy for one backward pass, with generators of its own."""
+        if not self.draws:
+            return self
+        around = copy.copy(self)
+        around.random = self.random.copy()
+        around.mode = Redirected(around.random)
+        return around
 
     def mark(self) -> Mark:
         """What the buffers that f changes are now, to come `back_to`."""
-        return None if self.at_first is None else list(map(Value.of, self.changing))
+        if self.at_first is None:
+            return None
+        return [Value.of(tensor) for x in self.changing if (tensor := x.tensor) is not None]
 
     def back_to(self, mark: Mark) -> None:
-        for buffer, value in zip(self.changing, self.at_first or () if mark is None else mark, strict=False):
-            if buffer.tensor is not value.tensor:
-                setattr(buffer.module, buffer.name, value.tensor)
-            if value.copy is not None:
-                value.tensor.data.copy_(value.copy)  # data: a BatchNorm saves its statistics for its own backward
+        _restore(list(zip(self.changing, self.at_first or () if mark is None else mark, strict=False)))
 
     def changes(self) -> str:
         """What is not as it was at the first evaluation, in words."""
         modes = {type(m).__name__ for m, mode in zip(self.modules, self.modes, strict=True) if m.training != mode}
-        buffers = [str(x) for x, version in self.others if x.version != version]
+        now = [(x, x.tensor, version) for x, _, version in self.others]
+        buffers = [str(x) for x, tensor, version in now if tensor is not None and version_of(tensor) != version]
         found = [f"{', '.join(sorted(modes))} went from train to eval mode, or back"] if modes else []
         return ", and ".join([*found, *([f"{', '.join(buffers)} changed"] if buffers else [])])
 
@@ -203,22 +287,15 @@ class Surroundings:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, enabled=False, cache_enabled=self.caches)
 
-    def _generators(self) -> tuple[Tensor, ...]:
-        if self.device.type == "cpu":
-            return (torch.get_rng_state(),)
-        return torch.get_rng_state(), torch.get_device_module(self.device).get_rng_state(*self._index)
 
-    def _set_generators(self, states: Sequence[Tensor]) -> None:
-        for i, state in enumerate(states):
-            if i == 0:
-                torch.set_rng_state(state)
-            else:
-                torch.get_device_module(self.device).set_rng_state(state, *self._index)
-
-    @property
-    def _index(self) -> tuple[torch.device, ...]:
-        return () if self.device.type == "mps" else (self.device,)  # there is one
+def _restore(values: Sequence[tuple[Changeable, Value]]) -> None:
+    for x, value in values:
+        x.put(value.tensor)
+        if value.copy is not None:
+            value.tensor.data.copy_(value.copy)  # data: a BatchNorm saves its statistics for its own backward
 
 
-def _equal(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
-    return all(map(torch.equal, a, b))
+def _is_plain(x: Tensor) -> bool:
+    """Not one that could not be copied and compared: a subclass, a sparse one, or one within torch.func."""
+    wrapped = is_functorch_wrapped_tensor(x)
+    return type(x) is Tensor and x.layout == torch.strided and not x.is_meta and not x.is_quantized and not wrapped

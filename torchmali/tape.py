@@ -38,8 +38,8 @@ class Refresh(NamedTuple):
 class Rescale(NamedTuple):
     """The integer grid of a Grid state moved."""
 
-    bits: tuple[int, ...]  # by which each tensor was made coarser (finer: negative)
-    lost: int | None  # where `kept` holds the bits that fell off
+    change: Any  # bits by which each tensor was made coarser (finer: negative), or a Spread over the elements of leaves
+    lost: int | None  # where `kept` holds what is needed to undo it, such as the bits that fell off
 
 
 class Output(NamedTuple):
@@ -80,13 +80,14 @@ class Tape:
         self.kept.append(memento)
         return len(self.kept) - 1
 
-    def mark(self) -> tuple[int, int]:
-        """To come `back_to`, as long as no step was added."""
-        return len(self.events), len(self.kept)
+    def mark(self) -> tuple[int, int, int]:
+        """To come `back_to`."""
+        return len(self.events), len(self.kept), self.n_steps
 
-    def back_to(self, mark: tuple[int, int]) -> None:
-        n_events, n_kept = mark
+    def back_to(self, mark: tuple[int, int, int]) -> None:
+        n_events, n_kept, self.n_steps = mark
         del self.events[n_events:], self.kept[n_kept:]
+        self.checkpoints = [position for position in self.checkpoints if position < n_events]
 
     def _thin_out(self) -> None:
         assert self.keep_every is not None

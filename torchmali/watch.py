@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,50 +27,80 @@ MAGNIFIED = 2.0**40  # as squares of small float32 numbers are zero
 Evidence = Sequence[Sequence[Tensor]]
 
 
-class Watch:
-    """The policy ALF(refresh=...) at work in one solve."""
+class Look(NamedTuple):
+    """What the next step is wanted for."""
 
-    def __init__(self, policy: str | int, n_reflects: int, adaptive: bool, leaves: Sequence[int]):
+    brings: bool  # evidence,
+    decides: bool  # to be judged
+    renews: bool  # v is renewed after it whatever the evidence says
+
+
+class Watch:
+    """The policy ALF(refresh=...) at work in one solve.
+
+    n_steps: that the solve will take, where it is known. A solve that ends before the first look is due is looked at in
+    its last step: too late for a renewal, in time for a warning.
+    """
+
+    def __init__(
+        self, policy: str | int, n_reflects: int, adaptive: bool, leaves: Sequence[int], n_steps: int | None = None
+    ):
         self.leaves = leaves  # those that count
         self.every = policy if isinstance(policy, int) else None
         # Controllers read the host at every step anyway.
         self.period = 0 if policy != "auto" else 1 if adaptive else math.ceil(PERIOD / n_reflects)
+        self.n_to_come = n_steps
+        self.first = self.period if n_steps is None else min(self.period, n_steps)
         self.n_steps = 0
+        self.n_looks = 0  # that had enough values to judge
         self.values: list[Sequence[Tensor]] = []
 
-    def plan(self) -> tuple[bool, bool]:
-        """Whether the next step should bring its evidence, and whether that is to be judged."""
+    def plan(self) -> Look:
+        renews = self.every is not None and (self.n_steps + 1) % self.every == 0
         if not self.period:
-            return False, False
-        left = self.period - 1 - self.n_steps % self.period
-        return left < N_VALUES, left == 0
+            return Look(False, False, renews)
+        before_first = self.n_steps < self.first
+        left = self.first - 1 - self.n_steps if before_first else self.period - 1 - self.n_steps % self.period
+        return Look(left < N_VALUES, left == 0, renews)
 
-    def alternation(self, evidence: Evidence, z: Tensors, h: float) -> Tensor:
-        """Not positive or zero if f - v alternates in some row (nan: too large to tell). A 0-d tensor."""
+    def alternation(self, evidence: Evidence, z: Tensors, h: float, eps: float) -> Tensor:
+        """Not positive or zero if f - v alternates in some row (nan: too large to tell). A 0-d tensor.
+
+        eps: the precision in which f was computed, where that is coarser than z's.
+        """
         values = [*self.values, *evidence][-N_VALUES:]
         leaves = [i for i in self.leaves if z[i].numel()]
         if len(values) < N_VALUES or not leaves:
             return z[0].new_ones(())
+        self.n_looks += 1
         x0, x1, x2 = values
-        found = [_alternation(x0[i], x1[i], x2[i], z[i], abs(h)) for i in leaves]
+        is_late = self.n_looks == 1 and self.n_steps + 1 == self.n_to_come  # not for a renewal, but for a warning
+        found = [_alternation(x0[i], x1[i], x2[i], z[i], abs(h), eps, is_late) for i in leaves]
         widest = max((x.dtype for x in found), key=lambda dtype: dtype.itemsize)
         return found[0] if len(found) == 1 else torch.stack([x.to(z[0].device, widest) for x in found]).amin()
 
-    def after_step(self, evidence: Evidence) -> bool:
-        """Take note of an accepted step; true if it is time for a renewal without looking."""
+    def after_step(self, evidence: Evidence) -> None:
+        """Take note of an accepted step."""
         self.n_steps += 1
         if evidence:
             self.values = [*self.values, *evidence][1 - N_VALUES :]
-        return self.every is not None and self.n_steps % self.every == 0
 
     def after_renewal(self) -> None:
         self.values = []
 
 
-def _alternation(x0: Tensor, x1: Tensor, x2: Tensor, z: Tensor, h: float) -> Tensor:
-    """The least max(<x0, x1>, <x1, x2>) of all rows, over what round-off explains."""
+def _alternation(x0: Tensor, x1: Tensor, x2: Tensor, z: Tensor, h: float, eps: float, growing: bool) -> Tensor:
+    """The least max(<x0, x1>, <x1, x2>) of all rows, over what round-off explains.
+
+    growing: of those rows alone in which x2 is more than twice x0, and moves z by half in one step. A renewal too many
+    does no harm, a warning does.
+    """
     # The round-off of f is that of z times f', and with |f'| h > 1 no solution is followed.
-    noise = 4 * torch.finfo(z.dtype).eps / h if h else math.inf
+    noise = 4 * max(eps, torch.finfo(z.dtype).eps) / h if h else math.inf
     x0, x1, x2, z = rows(x0), rows(x1) * MAGNIFIED, rows(x2), rows(z)
     dot = torch.linalg.vecdot
-    return torch.maximum(dot(x0, x1), dot(x1, x2)).add_(dot(z, z), alpha=noise**2 * MAGNIFIED).amin()
+    least = torch.maximum(dot(x0, x1), dot(x1, x2)).add_(dot(z, z), alpha=noise**2 * MAGNIFIED)
+    if growing:
+        before, now, size = (torch.linalg.vector_norm(x, dim=1) for x in (x0, x2, z))
+        least = torch.where((now > 2 * before) & (2 * h * now > size), least, 1.0)
+    return least.amin()

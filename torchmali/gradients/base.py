@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,11 +14,12 @@ from torch.autograd import forward_ad
 
 from torchmali.controllers import StepController
 from torchmali.field import Field
-from torchmali.integrate import Emit, integrate
+from torchmali.integrate import Effects, Emit, integrate
 from torchmali.outlet import Outlet
 from torchmali.solution import DoubleBackward, NonRepeatableField, Stats, require
-from torchmali.solvers.base import Solver
-from torchmali.state import Floats, State, Tensors, Time
+from torchmali.solvers.base import Slope, Solver
+from torchmali.state import Floats, State, Tensors, Time, Traced
+from torchmali.surroundings import Surroundings
 from torchmali.tape import Tape
 
 
@@ -46,24 +48,75 @@ class Problem:
         """The dtype of the leaf with the fewest digits."""
         return max((z.dtype for z in self.z0), key=lambda dtype: torch.finfo(dtype).eps)
 
+    @property
+    def span(self) -> float:
+        return abs(self.times[-1] - self.times[0])
+
     def integrate(self, z0: Tensors, times: Sequence[Time], emit: Emit, **how: Any) -> tuple[State, Tape]:
-        # Where bits count, f is called as in the backward pass: some modules have faster kernels for no_grad.
-        is_exact = how.get("arithmetic", Floats).is_bounded
-        f = self.field.as_in_backward if is_exact else self.field
-        around = self.field.surroundings
-        with around.forward_pass():
-            how["effects"] = around
+        # Where bits count, f has to return those of the backward pass.
+        is_exact = how.get("arithmetic", Floats) is not Floats and how["arithmetic"] is not Traced
+        f = self.field.with_bits_of_backward() if is_exact else self.field
+        source = self.field.surroundings.source
+        source.watch(self.field.device)
+        with ExitStack() as stack:
+            for function in (self.field, *self.outlet.functions):
+                stack.enter_context(function.surroundings.forward_pass())
+            how["effects"] = _Traces(self.field.surroundings, self.outlet)
             end, tape = integrate(f, z0, times, self.solver, self.controller, emit, self.stats, **how)
         self.stats.n_evals_forward = self.field.n_evals
+        self._look_for_late_draws(f, z0, times, how)
         return end, tape
+
+    def _look_for_late_draws(self, f: Slope, z0: Tensors, times: Sequence[Time], how: dict[str, Any]) -> None:
+        """Raise if a function drew random numbers, but none in its first evaluation, after which nothing is redirected.
+
+        If the default generators are where they were, none did. If they moved, it may have been another thread: the
+        solve is repeated, and only that tells.
+        """
+        source, functions = self.field.surroundings.source, (self.field, *self.outlet.functions)
+        suspects = [function for function in functions if not function.surroundings.draws]
+        if source.is_fresh or not suspects or not source.look():
+            return
+
+        def emit(k: int, z: Tensors) -> None:
+            self.outlet.show(times[k], z, k)
+
+        how = {name: value for name, value in how.items() if name != "tape"}
+        with ExitStack() as stack:
+            for function in functions:
+                stack.enter_context(function.refusing_draws())
+            stack.enter_context(torch.no_grad())
+            integrate(f, z0, times, self.solver, self.controller, emit, Stats(), **how)
 
     @property
     def wants_gradient(self) -> bool:
         # Forward-mode tangents count too: autograd then says that there is no rule for them, instead of giving zero.
         inputs = [x for x in self.inputs if x is not None]
-        in_forward_mode = forward_ad._current_level >= 0
-        has_tangent = in_forward_mode and any(forward_ad.unpack_dual(x).tangent is not None for x in inputs)
-        return torch.is_grad_enabled() and (has_tangent or any(x.requires_grad for x in inputs))
+        return torch.is_grad_enabled() and any(x.requires_grad or has_tangent(x) for x in inputs)
+
+
+def has_tangent(x: Tensor) -> bool:
+    """Whether forward-mode differentiation follows x."""
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None
+
+
+class _Traces(Effects):
+    """What the evaluations of f, and the outputs, leave behind."""
+
+    def __init__(self, around: Surroundings, outlet: Outlet):
+        self.around, self.outlet = around, outlet
+
+    @property
+    def eps(self) -> float:
+        return self.around.eps
+
+    def mark(self) -> Any:
+        return self.around.mark(), self.outlet.mark()
+
+    def back_to(self, mark: Any) -> None:
+        around, outlet = mark
+        self.around.back_to(around)
+        self.outlet.back_to(outlet)
 
 
 class GradientMethod(ABC):

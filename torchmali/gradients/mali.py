@@ -5,20 +5,19 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
 from torchmali.controllers import StepController
 from torchmali.gradients.base import Problem
-from torchmali.gradients.replay import DRIFT_LIMITS, ReplayGradient
-from torchmali.grid import Grid, WideGrid
-from torchmali.solution import TELL_LIMIT, Incompatible, InvalidState, require, short_repr, warn
+from torchmali.gradients.replay import LIMITS, ReplayGradient, Way
+from torchmali.grid import Grid, GridArithmetic
+from torchmali.solution import TELL_LIMIT, Incompatible, require, short_repr, warn
 from torchmali.solvers.base import ReversibleSolver, Solver
 from torchmali.state import Floats, State, Tensors
 from torchmali.tape import Tape
 
-MIXED_SCALES = 2.0**-9  # a channel so much smaller than the largest has too few bits on an int32 grid
 UNITS = {"B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -30,8 +29,8 @@ class MALI(ReplayGradient):
     inverse. One evaluation of f per reflect serves for both the inverse and the vector-Jacobian product. Exact up to
     round-off, which the way back amplifies by what f expands on the way forward.
 
-    exact: integers in place of floats, so that every state is rebuilt to the last bit ("int64": with bits to spare for
-    leaves that mix scales). checkpoint_every: keep every K-th state and go on from it; what drifts in between is solved
+    exact: integers in place of floats, so that every state is rebuilt to the last bit ("int64": wider ones than float32
+    needs). checkpoint_every: keep every K-th state and go on from it; what drifts in between is solved
     again with more states kept. "auto" keeps none, unless the solver amplifies round-off by itself (damping): then as
     many as that takes; and if the start is not met, it solves again with about sqrt(n_steps) states. None: never.
     memory: as "256MiB", what "auto" may fill with checkpoints. unsafe_damping: allow damped steps to be inverted
@@ -75,9 +74,12 @@ class MALI(ReplayGradient):
         require(safe, what, Incompatible)
         super().check(solver, controller)
 
+    def arithmetic(self, span: float) -> Any:
+        return GridArithmetic(self.exact == "int64", span) if self.exact else Floats
+
     @property
-    def arithmetic(self) -> type[State]:
-        return Floats if not self.exact else WideGrid if self.exact == "int64" else Grid
+    def state(self) -> type[State]:
+        return Grid if self.exact else Floats
 
     def unsteady(self, solver: Solver, controller: StepController) -> list[str]:
         again = self.reruns or self.on_integers  # segments that drifted, steps that left the grid
@@ -130,21 +132,18 @@ class MALI(ReplayGradient):
                 f"inverted over {longest} only, which takes {needed:,} bytes here. Give that much, or use eta=1."
             )
             require(every <= longest, what)
-        if self.exact and self.exact != "int64":
-            span = abs(problem.times[-1] - problem.times[0])
-            for i, (leaf, v) in enumerate(zip(y, end.slope, strict=True)):
-                _require_one_scale(i, leaf.abs().amax(0), span * v.abs())
 
-    def judge_backward(self, drift: float, limit: float, n_reruns: int) -> None:
-        # Its order alone: what training says at every step in the same words, Python shows once.
+    def judge_backward(self, way: Way) -> None:
+        # The order of the error alone: what training says at every step in the same words, Python shows once.
+        drift = way.drift
         size = f"above {10.0 ** math.floor(math.log10(drift)):g}" if 0 < drift < math.inf else f"of {drift:g}"
         error = f"MALI rebuilt a state with a relative error {size}: round-off grew on the way back"
-        if n_reruns:
+        if way.gain > TELL_LIMIT:
             warn(
                 f"{error}. Segments were solved again with more states kept, so the gradient is right, but took "
                 "longer and more memory (stats.n_reruns). MALI(exact=True) or a smaller checkpoint_every=K avoids that."
             )
-        elif drift > max(limit, TELL_LIMIT):
+        elif not self.reruns and drift > max(way.f.surroundings.coarseness, TELL_LIMIT):
             warn(
                 f"{error}, or f is not the function it was in the forward pass, and the gradient is about as wrong. "
                 'Use MALI(checkpoint_every="auto") or MALI(exact=True), or gradient=ACA().'
@@ -158,7 +157,7 @@ def _longest(problem: Problem) -> int | None:
     if factor == 1:
         return None
     dtype = problem.coarsest
-    reach = 0.1 * DRIFT_LIMITS[dtype] / (torch.finfo(dtype).eps / 2)
+    reach = 0.1 * LIMITS[dtype].row / (torch.finfo(dtype).eps / 2)
     return max(1, int(math.log(reach) / math.log(factor)))
 
 
@@ -173,21 +172,3 @@ def _bytes(memory: str | int) -> float:
     require(unit is not None, f'MALI(memory={memory!r}): give a number of bytes, or a size such as "256MiB" or "2GB".')
     assert found and unit
     return float(found[1]) * unit
-
-
-def _require_one_scale(i: int, y: torch.Tensor, change: torch.Tensor) -> None:
-    """y: the largest magnitudes at the output times. change: what v makes of it; a small y may just be passing zero."""
-    if y.dtype != torch.float32 or y.numel() < 2:
-        return
-    sizes, ratios = torch.maximum(y, change), []
-    for d, n in enumerate(sizes.shape):
-        slices = sizes.movedim(d, 0).reshape(n, -1).amax(1)
-        smallest, largest = torch.where(slices > 0, slices, slices.max()).aminmax()
-        ratios.append(smallest / largest)
-    ratio = torch.stack(ratios).min().item()
-    what = (
-        f"Leaf {i} of the state mixes scales: a slice of it is {ratio:.1e} of the largest, and the int32 grid of "
-        "MALI(exact=True), which has one spacing for the whole leaf, would follow it less accurately than float32. Use "
-        'exact="int64", split the leaf into a tuple of leaves, or scale the state.'
-    )
-    require(not ratio < MIXED_SCALES, what, InvalidState)

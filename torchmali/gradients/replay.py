@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,7 +26,20 @@ from torchmali.solvers.base import Cotangent, Inside, Passed, Solver, accumulate
 from torchmali.state import Floats, Memento, State, Tensors
 from torchmali.tape import Event, Output, Refresh, Rescale, Step, Tape
 
-DRIFT_LIMITS = {torch.float32: 1e-3, torch.float64: 3e-10}  # a state rebuilt worse than this (relative) is not trusted
+
+class Limits(NamedTuple):
+    """How well a state has to be rebuilt for the gradient to be trusted."""
+
+    most: float  # where fewer than half of the components of each row drifted by more than this,
+    some: float  # and fewer than 1 in 64 by more than this, it is
+    row: float  # above this drift it is not: perhaps f is another function
+    effect: float  # in between: by what the drift does to the gradient, relative, for each root of a step
+
+
+LIMITS = {
+    torch.float32: Limits(1e-5, 1e-3, 1e-3, 40 * torch.finfo(torch.float32).eps),
+    torch.float64: Limits(3e-11, 3e-10, 3e-10, 1e-10),
+}
 
 
 class ReplayGradient(GradientMethod):
@@ -35,9 +48,11 @@ class ReplayGradient(GradientMethod):
     inverts: ClassVar[bool]  # states are rebuilt, not kept: compare them where they are known
     reruns: ClassVar[bool] | bool = False  # and solve again what could not be rebuilt
 
-    @property
-    def arithmetic(self) -> type[State]:
-        return Floats
+    state: ClassVar[type[State]] = Floats
+
+    def arithmetic(self, span: float) -> Any:
+        """What makes the first state of a solve over a time span."""
+        return self.state
 
     @abstractmethod
     def tape(self, problem: Problem) -> Tape:
@@ -46,7 +61,7 @@ class ReplayGradient(GradientMethod):
     def solve(self, problem: Problem) -> Tensors:
         if not problem.wants_gradient:
             tape = self.tape(problem) if problem.wants_code else None
-            results, end, tape = forward(problem, arithmetic=self.arithmetic, tape=tape)
+            results, end, tape = forward(problem, arithmetic=self.arithmetic(problem.span), tape=tape)
             self.judge_forward(problem, problem.outlet.states(results), end, tape)
             return results
         return _Replay.apply(self, problem, *problem.inputs)  # type: ignore[return-value]
@@ -54,14 +69,14 @@ class ReplayGradient(GradientMethod):
     def judge_forward(self, problem: Problem, y: Tensors, end: State, tape: Tape) -> None:
         """Look at a finished forward pass."""
 
-    def judge_backward(self, drift: float, limit: float, n_reruns: int) -> None:
-        """Look at a finished backward pass: the worst that was rebuilt, and how many segments were solved again."""
+    def judge_backward(self, way: Way) -> None:
+        """Look at a finished backward pass."""
 
 
 class _Replay(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, method: ReplayGradient, problem: Problem, *inputs: Tensor | None) -> Tensors:
-        results, end, tape = forward(problem, arithmetic=method.arithmetic, tape=method.tape(problem))
+        results, end, tape = forward(problem, arithmetic=method.arithmetic(problem.span), tape=method.tape(problem))
         outlet = problem.outlet
         method.judge_forward(problem, outlet.states(results), end, tape)
         ctx.set_materialize_grads(False)
@@ -85,7 +100,7 @@ class _Replay(torch.autograd.Function):
         end, *kept = (Memento(tuple(x.detach() for x in islice(saved, size)), form) for size, form in ctx.forms)
         f = ctx.field.with_tensors(theta, fixed, wants_t=ctx.needs_input_grad[2])
         outputs = Outputs(ctx.outlet.with_tensors(observer, f.wants_t), ctx.times, grads)
-        state = method.arithmetic.restore(end)
+        state = method.state.restore(end)
         way = Way(f, ctx.solver, tuple(z.detach() for z in z0), outputs, method.inverts, method.reruns)
         # Gradients for f and the observer; nothing else here requires one.
         start = ctx.times[0], way.z0
@@ -94,7 +109,7 @@ class _Replay(torch.autograd.Function):
         ctx.stats.n_evals_backward, ctx.stats.n_vjps, ctx.stats.n_reruns = f.n_evals, f.n_vjps, way.n_reruns
         if method.inverts:
             ctx.stats.reconstruction_error = way.drift
-        method.judge_backward(way.drift, way.limit, way.n_reruns)
+        method.judge_backward(way)
         a_t = torch.stack([f.time(x) for x in a.times]).to(t[0]) if f.wants_t else None
         return (None, None, a_t, *a.sums, *a.observer)
 
@@ -126,15 +141,21 @@ class Way:
     outputs: Outputs
     compares: bool
     reruns: bool
-    drift: float = 0.0
+    drift: float = 0.0  # the worst of what was rebuilt
     n_reruns: int = 0
+    gain: float = 0.0  # how wrong the gradient would have been without them, relative
 
     def nothing(self, state: State) -> Cotangent:
         return Cotangent.zero(state, len(self.f.theta), len(self.outputs.outlet.theta), len(self.outputs.times))
 
     @property
-    def limit(self) -> float:
-        return max(self.f.surroundings.coarseness, *(DRIFT_LIMITS[z.dtype] for z in self.z0))
+    def limits(self) -> Limits:
+        return max(LIMITS[z.dtype] for z in self.z0)
+
+    @property
+    def same(self) -> float:
+        """The drift on the scale of a row up to which f is the function that it was."""
+        return self.f.surroundings.coarseness or self.limits.row
 
     def back(
         self, events: Sequence[Event], kept: Sequence[Memento], state: State, a: Cotangent
@@ -151,21 +172,22 @@ class Way:
             after, end = state.fork(), i
             aside = a.set_aside() if self.reruns and not a.is_new else None
             compares = self.compares or a.is_new  # a walk over kept states: once, for another f would not be noticed
-            state = walk(self.f, self.solver, segment, kept, state, a, self.outputs)
+            state = walk(self.f, self.solver, segment, kept, state, a, self.outputs, compares)
             a.is_new = False
             if head.before is not None:
                 truth = state.back_to(kept[head.before])
             else:
-                truth = state.of(self.z0)
+                truth = state.begun_at(self.z0)
             start = self._renewed(head, truth, a) if isinstance(head, Refresh) else truth
-            trusts = not compares or self._trusts(state, start, after, segment)
-            again = None if trusts else self._again(segment, start, after, aside or self.nothing(state))
-            if again is not None:
-                a = again
-                if isinstance(head, Refresh):
-                    self._renewed(head, truth, a)
-            elif aside:
+            is_wanting = compares and not self._trusts(state, start, after, segment, a)
+            if aside:
                 a.take_back(aside)
+            again = self._again(segment, start, after, aside or self.nothing(state)) if is_wanting else None
+            if again is not None:
+                if isinstance(head, Refresh):
+                    self._renewed(head, truth, again)
+                self.gain = max(self.gain, _difference(a.sums, again.sums))
+                a = again
             state = truth
         return walk(self.f, self.solver, events[:end], kept, state, a, self.outputs), a
 
@@ -176,20 +198,45 @@ class Way:
             a.times[head.k] = a.times[head.k] + g_t
         return renewed
 
-    def _trusts(self, rebuilt: State, truth: State, after: State, segment: Sequence[Event]) -> bool:
+    def _trusts(self, rebuilt: State, truth: State, after: State, segment: Sequence[Event], a: Cotangent) -> bool:
         steps = [event for event in segment if isinstance(event, Step)]
-        drift = rebuilt.distance(truth, after, self.solver.scale_of_v(steps[-1].t1 - steps[0].t0 if steps else 0.0))
+        if not steps:
+            return True
+        span = steps[-1].t1 - steps[0].t0
+        limits = self.limits
+        drift = rebuilt.distance(truth, after, self.solver.scale_of_v(span), limits[:2])
+        coarse = self.f.surroundings.coarseness  # f jumps where z is rounded, by the rounding of a whole row
+        worst = drift.row if coarse else drift.component
+        self.drift = max(self.drift, worst)
         if rebuilt.is_bounded:  # nothing but another f can lead astray there
-            self._require_same(drift)
-        self.drift = max(self.drift, drift)
-        return drift <= self.limit or (self.compares and not self.reruns)
+            require_same(worst == 0)
+        if worst <= coarse if coarse else drift.most < 1 / 2 and drift.some < 1 / 64:
+            return True
+        if not self.reruns:
+            return self.compares  # else states were kept, and f is another one
+        if coarse or drift.row > limits.row:
+            return False
+        return self._effect(steps[0].t0, rebuilt, truth, span, a) <= limits.effect * math.sqrt(len(steps))
+
+    def _effect(self, t: float, rebuilt: State, truth: State, span: float, a: Cotangent) -> float:
+        """How wrong the gradient may be because of a drift, relative: as if f had been differentiated for the whole of
+        `span` where it is at the start, which is where it is largest.
+        """
+        _, wrong, _ = self.f.linearize(t, rebuilt.point, a.z)
+        _, right, _ = self.f.linearize(t, truth.point, a.z)
+        pairs = [(x, y) for x, y in zip(wrong, right, strict=True) if x is not None and y is not None]
+        if not pairs:
+            return 0.0
+        off, size = _norm([x - y for x, y in pairs]), _norm(a.sums)
+        return _quotient(abs(span) * off, size)
 
     def _again(self, segment: Sequence[Event], state: State, after: State, a: Cotangent) -> Cotangent | None:
         """Solve a segment again from its start, keep about the root of its states, and walk back once more.
 
-        None: it was walked over kept states already.
+        None: it was one step that was differentiated from its start already.
         """
-        n = sum(isinstance(event, Step) for event in segment)
+        steps = [event for event in segment if isinstance(event, Step)]
+        n, from_start = len(steps), bool(steps) and steps[0].before is not None
         tape = Tape(keep_every=max(1, math.isqrt(n)))
         with torch.no_grad():
             for event in segment:
@@ -198,14 +245,28 @@ class Way:
                     state = self.solver.step(self.f, event.t0, event.t1, state, None, adaptive=False).state
                 else:
                     tape.events.append(event)
-        self._require_same(state.distance(after, after, 1.0))
-        if n < 2 or not self.reruns:
+        require_same(state.distance(after, after, 1.0).row <= self.same)
+        if n == 0 or (n == 1 and from_start) or not self.reruns:
             return None
         self.n_reruns += 1
         return self.back(tape.events, tape.kept, state.fork(), a)[1]
 
-    def _require_same(self, drift: float) -> None:
-        require_same(drift <= self.limit)
+
+def _norm(x: Sequence[Tensor | None]) -> Tensor:
+    norms = torch._foreach_norm([leaf for leaf in x if leaf is not None])
+    return torch.stack([norm.to(norms[0]) for norm in norms]).norm()
+
+
+def _quotient(off: Tensor, size: Tensor) -> float:
+    """0 where nothing is off, infinite where it cannot be told. One host read."""
+    a, b = torch.stack([off, size]).tolist()
+    return 0.0 if a == 0 else a / b if b > 0 and math.isfinite(a) else math.inf
+
+
+def _difference(found: Sequence[Tensor | None], truth: Sequence[Tensor | None]) -> float:
+    """|found - truth| / |truth|"""
+    pairs = [(x, y) for x, y in zip(found, truth, strict=True) if x is not None and y is not None]
+    return _quotient(_norm([x - y for x, y in pairs]), _norm([y for _, y in pairs]))
 
 
 def walk(
@@ -216,13 +277,17 @@ def walk(
     state: State,
     a: Cotangent,
     outputs: Outputs,
+    compares: bool = False,
 ) -> State:
-    """Pull dL/dy back over a slice of the tape without renewals: the state at its start. Works on `a` in place."""
+    """Pull dL/dy back over a slice of the tape without renewals: the state at its start. Works on `a` in place.
+
+    compares: the caller looks at how well that state meets the kept one.
+    """
     inside: list[Inside] = []
     for event in reversed(events):
         if isinstance(event, Step):
             before = None if event.before is None else state.back_to(kept[event.before])
-            state = solver.pullback(f, Passed(event.t0, event.t1, before, inside), state, a)
+            state = solver.pullback(f, Passed(event.t0, event.t1, before, inside, compares), state, a)
             if f.wants_t:
                 a.times[event.k0] = a.times[event.k0] + a.t0
                 a.times[event.k1] = a.times[event.k1] + a.t1
@@ -238,5 +303,5 @@ def walk(
                 accumulate(a.z, outputs.pull(event.k, z, a))
         elif isinstance(event, Rescale):
             assert event.lost is not None
-            state = state.unscaled(event.bits, kept[event.lost])
+            state = state.unscaled(event.change, kept[event.lost])
     return state

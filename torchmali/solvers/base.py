@@ -71,6 +71,18 @@ class Cotangent:
         accumulate(self.observer, copy.observer)
 
 
+def followed(times: Sequence[float], z: Tensors) -> list[Tensor]:
+    """Times for autograd to follow, next to the state z that they are multiplied with.
+
+    The product of a time on the host and a state on a device would send the gradient of the time to the host: a wait
+    for each product. Where there is no such place (a state on several devices, MPS without float64) it is the host.
+    """
+    devices = {x.device for x in z}
+    device = devices.pop() if len(devices) == 1 else torch.device("cpu")
+    device = torch.device("cpu") if device.type == "mps" else device
+    return [torch.full((), t, dtype=torch.float64, device=device, requires_grad=True) for t in times]
+
+
 def accumulate(total: list, grads: Any, scale: float = 1.0) -> None:
     """total += scale * grads, with gaps in both. Keeps no tensor of grads: it may be shared."""
     if not grads:
@@ -98,6 +110,19 @@ class Passed(NamedTuple):
     t1: Any
     before: State | None  # the state at t0, where the tape kept it
     inside: Sequence[Inside]
+    compares: bool  # someone looks at how well the returned state meets `before`
+
+
+def missed_by(before: State, reached: State, led: State) -> State:
+    """`before`, shifted by how far the state at the end of a step is from where the step from `before` leads.
+
+    The backward pass may have reached that end by inverting later steps, or f may have become another function.
+    """
+    point, slope = (
+        tuple(x + (y - z) for x, y, z in zip(*leaves, strict=True))
+        for leaves in ((before.point, reached.point, led.point), (before.slope, reached.slope, led.slope))
+    )
+    return before.of(point).with_slope(slope)
 
 
 class Solver(ABC):
@@ -118,8 +143,8 @@ class Solver(ABC):
         """q in error = O(h^q) of the estimate; None: there is none."""
 
     @abstractmethod
-    def start(self, f: Slope, t0: Time, z0: Tensors, arithmetic: type[State]) -> tuple[State, Tensors | None]:
-        """The first state and carry, from one evaluation of f."""
+    def start(self, f: Slope, t0: Time, z0: Tensors, arithmetic: Any) -> tuple[State, Tensors | None]:
+        """The first state, arithmetic.of(z0) with its v, and the carry, from one evaluation of f."""
 
     def renew(self, f: Slope, t: Time, state: State, carry: Tensors | None) -> State:
         """v anew from z, as `start` makes it."""
@@ -153,7 +178,8 @@ class Solver(ABC):
     def pullback(self, f: Field, step: Passed, state: State, a: Cotangent) -> State:
         """Take `a` from the end of a step, where `state` is, to its start; return the state there.
 
-        Works in place on both. dL/dt0 and dL/dt1 of the step are left in `a`.
+        A step whose start was kept is differentiated from that start, and the state returned is the kept one (where
+        `step.compares`, `missed_by`). Works in place on `state` and `a`; leaves dL/dt0 and dL/dt1 of the step in `a`.
         """
 
 

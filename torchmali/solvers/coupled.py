@@ -11,15 +11,16 @@ for z: what the state carries beside the solution.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from torchmali.field import Field
 from torchmali.solution import require, short_repr
-from torchmali.solvers.base import Attempt, Cotangent, Passed, ReversibleSolver, Slope, accumulate
+from torchmali.solvers.base import Attempt, Cotangent, Passed, ReversibleSolver, Slope, accumulate, followed, missed_by
 from torchmali.solvers.runge_kutta import RK4, RungeKutta
 from torchmali.state import State, Tensors, Time, combine
 
@@ -51,7 +52,7 @@ class Reversible(ReversibleSolver):
     def error_order(self) -> int | None:
         return self.base.error_order
 
-    def start(self, f: Slope, t0: Time, z0: Tensors, arithmetic: type[State]) -> tuple[State, Tensors | None]:
+    def start(self, f: Slope, t0: Time, z0: Tensors, arithmetic: Any) -> tuple[State, Tensors | None]:
         return arithmetic.of(z0).with_slope(z0), f(t0, z0)
 
     def scale_of_v(self, span: float) -> float:
@@ -69,10 +70,9 @@ class Reversible(ReversibleSolver):
     def step(
         self, f: Slope, t0: Time, t1: Time, state: State, carry: Tensors | None, adaptive: bool, watched: bool = False
     ) -> Attempt:
-        y, z, lam = state.point, state.slope, self.coupling
+        z = state.slope
         forth = self.base.step(f, t0, t1, state.of(z), carry, adaptive)
-        psi = self.base.increment(t0, t1, forth.stages)
-        y1 = combine(None, (lam, 1 - lam, 1.0), (y, z, psi))
+        y1 = self._moved(state, self.base.increment(t0, t1, forth.stages))
         back = self.base.increment(t1, t0, self.base.stages(f, t1, t0, y1))
         z1 = combine(z, (-1.0,), (back,))
         return Attempt(state.of(y1).with_slope(z1), forth.error, None)
@@ -87,33 +87,50 @@ class Reversible(ReversibleSolver):
         return combine(None, (1 / lam, (lam - 1) / lam, -1 / lam), (y1, z, psi))
 
     def pullback(self, f: Field, step: Passed, state: State, a: Cotangent) -> State:
-        # The stages of each half serve twice: for the inverse, and with their graph for the VJP.
-        lam, y1 = self.coupling, state.point
-        minus_psi, g, (dt1, dt0) = self._pulled(f, step.t1, step.t0, y1, [-x for x in a.v], a)
-        torch._foreach_add_(a.z, g)  # now all of dL/dy1
-        z = combine(state.slope, (1.0,), (minus_psi,))
-        psi, g, (dt2, dt3) = self._pulled(f, step.t0, step.t1, z, a.z, a)
-        torch._foreach_add_(a.v, a.z, alpha=1 - lam)
-        torch._foreach_add_(a.v, g)
-        torch._foreach_mul_(a.z, lam)
-        a.t0, a.t1 = dt0 + dt2, dt1 + dt3
-        return state.of(self._solved(y1, z, psi)).with_slope(z)
+        # The stages of each half serve twice: for the state at its start, and with their graph for the VJP.
+        t0, t1, before, y1 = step.t0, step.t1, step.before, state.point
+        if before is None:
+            back = self._recorded(f, t1, t0, y1)
+            self._pull_back_half(back, a)
+            z = combine(state.slope, (1.0,), (back.psi,))
+            del back  # or its graph would still be there in the other half
+            forth = self._recorded(f, t0, t1, z)
+            self._pull_forth_half(forth, a)
+            return state.of(self._solved(y1, z, forth.psi)).with_slope(z)
+        # From the kept start nothing has to be inverted; the graphs of both halves are there at once.
+        forth = self._recorded(f, t0, t1, before.slope)
+        y1 = self._moved(before, forth.psi)
+        back = self._recorded(f, t1, t0, y1)
+        self._pull_back_half(back, a)
+        self._pull_forth_half(forth, a)
+        led = before.of(y1).with_slope(combine(before.slope, (-1.0,), (back.psi,)))
+        return missed_by(before, state, led) if step.compares else before
 
-    def _pulled(
-        self, f: Field, t0: Any, t1: Any, y: Tensors, weights: list[Tensor], a: Cotangent
-    ) -> tuple[Tensors, list[Tensor], tuple[Time, Time]]:
-        """The increment from y over [t0, t1], and its VJP with respect to y and to the two times."""
+    def _moved(self, state: State, psi: Tensors) -> Tensors:
+        """y1 = lam y + (1 - lam) z + psi"""
+        return combine(None, (self.coupling, 1 - self.coupling, 1.0), (state.point, state.slope, psi))
+
+    def _pull_back_half(self, back: _Increment, a: Cotangent) -> None:
+        """Over z1 = z - psi(y1): afterwards a.z is all of dL/dy1."""
+        g, (a.t1, a.t0) = back.pull([-x for x in a.v], a)
+        torch._foreach_add_(a.z, g)
+
+    def _pull_forth_half(self, forth: _Increment, a: Cotangent) -> None:
+        """Over y1 = lam y + (1 - lam) z + psi(z)."""
+        g, (dt0, dt1) = forth.pull(a.z, a)
+        torch._foreach_add_(a.v, a.z, alpha=1 - self.coupling)
+        torch._foreach_add_(a.v, g)
+        torch._foreach_mul_(a.z, self.coupling)
+        a.t0, a.t1 = a.t0 + dt0, a.t1 + dt1
+
+    def _recorded(self, f: Field, t0: Any, t1: Any, y: Tensors) -> _Increment:
+        """The increment from y over [t0, t1] with its graph."""
         y = tuple(x.detach().requires_grad_() for x in y)
         if f.wants_t:
-            t0, t1 = (torch.tensor(t, dtype=torch.float64).requires_grad_() for t in (t0, t1))
+            t0, t1 = followed((t0, t1), y)
         psi = self.base.increment(t0, t1, self.base.stages(f, t0, t1, y))
         times = [t0, t1] if f.wants_t else []
-        g: list = f.vjp(psi, [*y, *f.theta, *times], weights, self.base.tableau.n_stages)
-        n, m = len(y), len(y) + len(f.theta)
-        accumulate(a.sums, [*[None] * n, *g[n:m]])
-        dt0, dt1 = (0.0 if x is None else x for x in (g[m:] or (None, None)))
-        slopes = [torch.zeros_like(x) if dx is None else dx for dx, x in zip(g, y, strict=False)]
-        return tuple(x.detach() for x in psi), slopes, (dt0, dt1)
+        return _Increment(f, psi, y, times, self.base.tableau.n_stages, tuple(x.detach() for x in psi))
 
     @property
     def amplification(self) -> float:
@@ -122,3 +139,23 @@ class Reversible(ReversibleSolver):
     @property
     def lifts(self) -> bool:
         return False
+
+
+class _Increment(NamedTuple):
+    """An increment of the base method with its graph, which can be used once."""
+
+    f: Field
+    outputs: Tensors
+    y: Tensors
+    times: list  # t0 and t1 where dL/dt is wanted
+    n_evals: int
+    psi: Tensors  # the outputs without a graph
+
+    def pull(self, weights: Sequence[Tensor], a: Cotangent) -> tuple[list[Tensor], tuple[Time, Time]]:
+        """The VJP with respect to y, and to the two times; that with respect to theta goes into `a`."""
+        g: list = self.f.vjp(self.outputs, [*self.y, *self.f.theta, *self.times], weights, self.n_evals)
+        n, m = len(self.y), len(self.y) + len(self.f.theta)
+        accumulate(a.sums, [*[None] * n, *g[n:m]])
+        dt0, dt1 = (0.0 if x is None else x for x in (g[m:] or (None, None)))
+        slopes = [torch.zeros_like(x) if dx is None else dx for dx, x in zip(g, self.y, strict=False)]
+        return slopes, (dt0, dt1)

@@ -14,14 +14,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate as running_sums
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from torchmali.field import Field
+from torchmali.field import Field, Recorded
 from torchmali.solution import require, short_repr
-from torchmali.solvers.base import Attempt, Cotangent, Passed, ReversibleSolver, Slope, accumulate
-from torchmali.state import State, Tensors, Time, add_, added, combine, dot, scale_
+from torchmali.solvers.base import Attempt, Cotangent, Passed, ReversibleSolver, Slope, accumulate, missed_by
+from torchmali.state import State, Tensors, Time, Traced, add_, added, combine, dot, scale_
 
 
 class Scheme(NamedTuple):
@@ -108,7 +108,7 @@ class ALF(ReversibleSolver):
     def error_order(self) -> int:
         return SCHEMES[self.order].error_order
 
-    def start(self, f: Slope, t0: Time, z0: Tensors, arithmetic: type[State]) -> tuple[State, Tensors | None]:
+    def start(self, f: Slope, t0: Time, z0: Tensors, arithmetic: Any) -> tuple[State, Tensors | None]:
         return self.renew(f, t0, arithmetic.of(z0), None), None
 
     def slope(self, state: State, carry: Tensors | None) -> Tensors:
@@ -154,27 +154,51 @@ class ALF(ReversibleSolver):
         return state.drift(-first * h)
 
     def pullback(self, f: Field, step: Passed, state: State, a: Cotangent) -> State:
-        # One evaluation per reflect serves twice: u1 gives v back, and its graph the VJP.
-        t0, h, eta, (first, rest, _, _) = step.t0, step.t1 - step.t0, self.eta, SCHEMES[self.order]
-        for node, c in reversed(rest):
-            state = self._pull_drift(c, h, state, a, f.wants_t)
-            u1, g, g_t = f.linearize(t0 + node * h, state.point, a.v)
-            state = state.unreflect(u1, eta)
-            accumulate(a.sums, g, 2 * eta)
-            scale_(a.v, 1 - 2 * eta)
-            if g_t is not None:
-                a.t1 = a.t1 + 2 * eta * node * g_t
-                a.t0 = a.t0 + 2 * eta * (1 - node) * g_t
-            del u1, g  # or they would still be there at the next evaluation
-        return self._pull_drift(first, h, state, a, f.wants_t)
+        # On integers the start is rebuilt to the bit, so that a kept one has nothing to add.
+        if step.before is None or state.is_bounded:
+            return self._pull_from_end(f, step, state, a)
+        return self._pull_from_start(f, step, step.before, state, a)
 
-    def _pull_drift(self, c: float, h: float, state: State, a: Cotangent, wants_t: bool) -> State:
-        if wants_t:
-            dh = c * dot(a.z, state.slope)
-            a.t1 = a.t1 + dh
-            a.t0 = a.t0 - dh
-        add_(a.v, a.z, c * h)
-        return state.drift(-c * h)
+    def _pull_from_end(self, f: Field, step: Passed, state: State, a: Cotangent) -> State:
+        # One evaluation per reflect serves twice: u1 gives v back, and its graph the VJP.
+        t0, h, (first, rest, _, _) = step.t0, step.t1 - step.t0, SCHEMES[self.order]
+        for node, c in reversed(rest):
+            _pull_drift(c, h, state.slope if f.wants_t else (), a)
+            state = state.drift(-c * h)
+            recorded = f.record(t0 + node * h, state.point)
+            self._pull_reflect(node, recorded, a)
+            state = state.unreflect(recorded.u, self.eta)
+            del recorded  # or it would still be there at the next evaluation
+        _pull_drift(first, h, state.slope if f.wants_t else (), a)
+        return state.drift(-first * h)
+
+    def _pull_from_start(self, f: Field, step: Passed, before: State, state: State, a: Cotangent) -> State:
+        """The step is made once more from its kept start: nothing is inverted that f may have contracted."""
+        t0, h, (first, rest, _, _) = step.t0, step.t1 - step.t0, SCHEMES[self.order]
+        # Out of place: a graph needs the z that it was recorded at.
+        now, passed = Traced(before.point, before.slope).drift(first * h), []
+        for node, c in rest:
+            recorded = f.record(t0 + node * h, now.point)
+            passed.append((node, c, recorded, now.slope))
+            now = now.reflect(recorded.u, self.eta).drift(c * h)
+            del recorded
+        slope = now.slope
+        while passed:
+            node, c, recorded, v = passed.pop()
+            _pull_drift(c, h, slope if f.wants_t else (), a)
+            self._pull_reflect(node, recorded, a)
+            slope = v
+        _pull_drift(first, h, slope if f.wants_t else (), a)
+        return missed_by(before, state, now) if step.compares else before
+
+    def _pull_reflect(self, node: float, recorded: Recorded, a: Cotangent) -> None:
+        eta = self.eta
+        g, g_t = recorded.pull(a.v)
+        accumulate(a.sums, g, 2 * eta)
+        scale_(a.v, 1 - 2 * eta)
+        if g_t is not None:
+            a.t1 = a.t1 + 2 * eta * node * g_t
+            a.t0 = a.t0 + 2 * eta * (1 - node) * g_t
 
     @property
     def amplification(self) -> float:
@@ -183,3 +207,12 @@ class ALF(ReversibleSolver):
     @property
     def lifts(self) -> bool:
         return self.eta == 1
+
+
+def _pull_drift(c: float, h: float, v: Tensors, a: Cotangent) -> None:
+    """v: that of the drift, or empty where dL/dt is not wanted."""
+    if v:
+        dh = c * dot(a.z, v)
+        a.t1 = a.t1 + dh
+        a.t0 = a.t0 - dh
+    add_(a.v, a.z, c * h)

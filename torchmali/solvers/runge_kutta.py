@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from torchmali.field import Field
-from torchmali.solvers.base import Attempt, Cotangent, Passed, Slope, Solver, accumulate
+from torchmali.solvers.base import Attempt, Cotangent, Passed, Slope, Solver, accumulate, followed, missed_by
 from torchmali.state import State, Tensors, Time, combine
 
 Row = tuple[float, ...]
@@ -61,7 +61,7 @@ class RungeKutta(Solver):
     def error_order(self) -> int | None:
         return self.order if self.tableau.e else None  # the embedded method is one order lower
 
-    def start(self, f: Slope, t0: Time, z0: Tensors, arithmetic: type[State]) -> tuple[State, Tensors]:
+    def start(self, f: Slope, t0: Time, z0: Tensors, arithmetic: Any) -> tuple[State, Tensors]:
         return arithmetic.of(z0), f(t0, z0)
 
     def slope(self, state: State, carry: Tensors | None) -> Tensors:
@@ -102,7 +102,7 @@ class RungeKutta(Solver):
         outputs = []
         for t in times:
             theta = (t - t0) / h
-            weights = [(j, sum(c * theta**i for i, c in enumerate(row, 1))) for j, row in self.tableau.dense]
+            weights = [(j, _polynomial(row, theta)) for j, row in self.tableau.dense]
             outputs.append(_moved(state.point, h, weights, k))
         return outputs, k[-1]
 
@@ -114,7 +114,7 @@ class RungeKutta(Solver):
         t0, t1 = step.t0, step.t1
         times = [output.t for output in inside]
         if f.wants_t:
-            t0, t1, *times = (torch.tensor(t, dtype=torch.float64).requires_grad_() for t in (t0, t1, *times))
+            t0, t1, *times = followed((t0, t1, *times), z)
         local = before.of(z)
         attempt = self.step(f, t0, t1, local, None, adaptive=False)
         outputs = [*attempt.state.point]
@@ -132,10 +132,17 @@ class RungeKutta(Solver):
         accumulate(a.sums, [*[None] * len(z), *g[len(z) : n]])
         if f.wants_t:
             a.t0, a.t1, *a.inside = (0.0 if x is None else x for x in g[n:])
-        if not a.is_new:
+        if not step.compares:
             return before
-        led = [x.detach() for x in attempt.state.point]  # elsewhere than in the forward pass, if f is another one
-        return before.of(tuple(x + (y - z) for x, y, z in zip(before.point, state.point, led, strict=True)))
+        return missed_by(before, state, before.of(tuple(x.detach() for x in attempt.state.point)))
+
+
+def _polynomial(row: Row, theta: Time) -> Time:
+    """row[0] theta + row[1] theta^2 + ..., without powers, which are rounded in one way for floats and for tensors."""
+    total: Time = 0.0
+    for c in reversed(row):
+        total = (total + c) * theta
+    return total
 
 
 def _moved(z: Tensors | None, h: Time, row: Sequence[tuple[int, Time]], k: Sequence[Tensors]) -> Tensors:

@@ -82,9 +82,9 @@ def chaotic(t_end: float = 2.0) -> Problem:
 
 
 def measure() -> dict[str, Any]:
-    results = {name: as_record(audit(*make())) for name, make in (("smooth", smooth), ("contracting", contracting))}
-    results["chaotic"] = as_record(audit(*chaotic()))
-    results["lost"] = as_record(audit(*chaotic(40.0), methods=["aca"]))
+    problems = {"smooth": smooth(), "contracting": contracting(), "chaotic": chaotic()}
+    results = {name: as_record(audit(*problem, max_seconds=None)) for name, problem in problems.items()}
+    results["lost"] = as_record(audit(*chaotic(40.0), methods=["aca"], max_seconds=None))
     return results
 
 
@@ -96,18 +96,27 @@ def as_record(found: Audit) -> dict[str, Any]:
             "error": row.error if math.isfinite(row.error) else None,
             "peak_bytes": row.peak_bytes if math.isfinite(row.peak_bytes) else None,
             "seconds": row.seconds if math.isfinite(row.seconds) else None,
+            "times": row.times,
             "n_evals_forward": row.stats.n_evals_forward,
             "n_evals_backward": row.stats.n_evals_backward,
             "reconstruction_error": row.stats.reconstruction_error,
             "n_refreshes": row.stats.n_refreshes,
             "notes": row.notes,
             "failure": row.failure,
+            "unmeasured": row.unmeasured,
         }
         for row in found.rows
     }
-    about = {"limit": found.limit, "reference": found.reference, "uncertainty": found.uncertainty}
+    about = {"tolerance": found.tolerance, "reference": found.reference, "uncertainty": found.uncertainty}
     best = found.best.name if found.best else None
-    return {**about, "best": best, "advice": found.advice, "rows": rows, "text": str(found)}
+    return {
+        **about,
+        "best": best,
+        "tied": [row.name for row in found.tied],
+        "advice": found.advice,
+        "rows": rows,
+        "text": str(found),
+    }
 
 
 def report(results: Mapping[str, Any]) -> None:
@@ -146,7 +155,7 @@ def draw_problem(ax: Axes, found: Mapping[str, Any]) -> None:
     points = {name: (row["peak_bytes"], row["error"]) for name, row in found["rows"].items() if not row["failure"]}
     sizes, errors = zip(*points.values(), strict=True)
     ax.set(xscale="log", yscale="log", xlim=(min(sizes) / 3, max(sizes) * 4), ylim=(min(errors) / 4, max(errors) * 4))
-    ax.axhspan(min(errors) / 4, found["limit"], color="#1f5fa8", alpha=0.07, lw=0)
+    ax.axhspan(min(errors) / 4, found["tolerance"], color="#1f5fa8", alpha=0.07, lw=0)
     ax.xaxis.set_major_locator(LogLocator(subs=(1, 3)))
     ax.xaxis.set_major_formatter(FuncFormatter(as_bytes))
     ax.minorticks_off()

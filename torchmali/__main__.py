@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import inspect
 import runpy
 import sys
 from pathlib import Path
@@ -12,7 +13,10 @@ from typing import Any
 from torchmali.audit import METHODS, audit
 from torchmali.solution import SolverError, require
 
-NEEDED = "it must return (func, y0, t) or (func, y0, t, loss), the first arguments of audit"
+NEEDED = (
+    "it must return the first arguments of audit, (func, y0, t) or (func, y0, t, loss), or (module, y0), or a dict of "
+    "arguments by name"
+)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -22,15 +26,20 @@ def main(arguments: list[str] | None = None) -> None:
     command = commands.add_parser("audit", help=about, description=f"{about.capitalize()}.")
     what = f"or path/to/file.py:FUNCTION; it is called without arguments, and {NEEDED}"
     command.add_argument("problem", metavar="MODULE:FUNCTION", help=what)
-    command.add_argument("--rtol", type=float, default=1e-3, help="relative tolerance of the methods (%(default)s)")
-    command.add_argument("--atol", type=float, default=1e-4, help="absolute tolerance of the methods (%(default)s)")
+    default = "(that of the module, or {})"
+    command.add_argument("--rtol", type=float, help=f"relative tolerance of the methods {default.format(1e-3)}")
+    command.add_argument("--atol", type=float, help=f"absolute tolerance of the methods {default.format(1e-4)}")
     command.add_argument("--methods", nargs="+", metavar="NAME", help=f"some of {', '.join(METHODS)} (all)")
+    limit = "time for the whole audit; inf: no limit (60)"
+    command.add_argument("--max-seconds", type=float, metavar="SECONDS", help=limit)
+    line = "tell on stderr what is being measured (if that is a terminal)"
+    command.add_argument("--progress", action=argparse.BooleanOptionalAction, help=line)
     command.add_argument("--html", type=Path, metavar="FILE", help="write the table to this file, too")
     options = parser.parse_args(arguments)
     try:
         folder = options.html.parent if options.html else Path()
         require(folder.is_dir(), f"There is no folder {folder} for --html.")
-        found = audit(*load(options.problem), methods=options.methods, rtol=options.rtol, atol=options.atol)
+        found = audit(**arguments_of(options))
     except SolverError as error:
         command.exit(2, f"{error}\n")
     sys.stdout.write(f"{found}\n")
@@ -38,8 +47,15 @@ def main(arguments: list[str] | None = None) -> None:
         options.html.write_text(f'<!doctype html><meta charset="utf-8">{found._repr_html_()}', encoding="utf-8")
 
 
-def load(text: str) -> tuple[Any, ...]:
-    """What the function of that name returns."""
+def arguments_of(options: argparse.Namespace) -> dict[str, Any]:
+    """Arguments of audit: those of the problem, and over them those of the command line."""
+    names = ("methods", "rtol", "atol", "max_seconds", "progress")
+    given = {name: value for name in names if (value := getattr(options, name)) is not None}
+    return {**load(options.problem), **given}
+
+
+def load(text: str) -> dict[str, Any]:
+    """Arguments of audit, from the function of that name."""
     place, _, name = text.rpartition(":")
     require(bool(place and name), f"{text!r} names no function: write MODULE:FUNCTION or path/to/file.py:FUNCTION.")
     if place.endswith(".py"):
@@ -56,8 +72,15 @@ def load(text: str) -> tuple[Any, ...]:
     own = [key for key, x in names.items() if callable(x) and getattr(x, "__module__", None) == names["__name__"]]
     require(callable(names.get(name)), f"{place} has no function {name!r}; it has {', '.join(own) or 'none'}.")
     problem = names[name]()
-    got = f"{len(problem)} values" if isinstance(problem, tuple) else f"a {type(problem).__name__}"
-    require(isinstance(problem, tuple) and len(problem) in (3, 4), f"{text} returned {got}, but {NEEDED}.")
+    known = list(inspect.signature(audit).parameters)
+    if isinstance(problem, tuple):
+        require(len(problem) in (2, 3, 4), f"{text} returned {len(problem)} values, but {NEEDED}.")
+        return dict(zip(known, problem, strict=False))
+    require(isinstance(problem, dict), f"{text} returned a {type(problem).__name__}, but {NEEDED}.")
+    unknown, missing = [key for key in problem if key not in known], [key for key in known[:2] if key not in problem]
+    what = f"{text} returned a dict with {list(problem)}, but audit"
+    require(not unknown, f"{what} has no argument {', '.join(map(str, unknown))}; it has {', '.join(known)}.")
+    require(not missing, f"{what} needs {' and '.join(missing)}.")
     return problem
 
 

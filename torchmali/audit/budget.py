@@ -1,0 +1,86 @@
+"""The time that an audit may take, and the line that tells how it goes on."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from torchmali.solution import require
+
+
+class OutOfTime(Exception):
+    """The time for a part of an audit ended while f was still being evaluated."""
+
+
+class Budget:
+    """Seconds for a whole audit; None: no limit."""
+
+    def __init__(self, max_seconds: float | None):
+        is_number = isinstance(max_seconds, (int, float)) and max_seconds > 0
+        what = f"max_seconds={max_seconds!r}: give a positive number of seconds for the whole audit, or None."
+        require(max_seconds is None or is_number, what)
+        self.seconds = math.inf if max_seconds is None else float(max_seconds)
+        self.start = time.perf_counter()
+
+    @property
+    def used(self) -> float:
+        return time.perf_counter() - self.start
+
+    @property
+    def left(self) -> float:
+        return max(0.0, self.seconds - self.used)
+
+    def deadline(self, share: float) -> float:
+        """The clock's reading after this share of what is left."""
+        return time.perf_counter() + share * self.left
+
+    def __str__(self) -> str:
+        return f"max_seconds = {self.seconds:g}"
+
+
+def until(deadline: float, func: Callable) -> Callable:
+    """func, which raises OutOfTime if it is called after the deadline."""
+    if math.isinf(deadline):
+        return func
+
+    def in_time(*args: Any) -> Any:
+        if time.perf_counter() > deadline:
+            raise OutOfTime
+        return func(*args)
+
+    return in_time
+
+
+class Progress:
+    """One line on stderr that is overwritten, or a function of the user's that gets each message.
+
+    to: None: a line if stderr is a terminal. True: a line there in any case. False: nothing.
+    """
+
+    def __init__(self, to: Callable[[str], None] | bool | None, budget: Budget):
+        what = f"progress={to!r}: give True, False, None (if stderr is a terminal) or a function of a message."
+        require(to is None or isinstance(to, bool) or callable(to), what)
+        self.is_terminal = sys.stderr is not None and sys.stderr.isatty()
+        self.write = to if callable(to) else self._on_stderr if to or (to is None and self.is_terminal) else None
+        self.budget, self.width = budget, 0
+
+    def __call__(self, message: str) -> None:
+        of = f" of {self.budget.seconds:.0f}" if math.isfinite(self.budget.seconds) else ""
+        if self.write is not None:
+            self.write(f"audit: {message}, {self.budget.used:.0f}{of} s")
+
+    def clear(self) -> None:
+        if self.width:
+            sys.stderr.write(f"\r{' ' * self.width}\r")
+            sys.stderr.flush()
+
+    def _on_stderr(self, message: str) -> None:
+        if self.is_terminal:
+            sys.stderr.write(f"\r{message:<{self.width}}")
+            self.width = max(self.width, len(message))
+        else:
+            sys.stderr.write(f"{message}\n")
+        sys.stderr.flush()

@@ -4,7 +4,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 INSTALL = $(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-all lint bench report clean
+.PHONY: demo test test-all fuzz lint bench report clean
 
 demo: $(VENV)/dev.stamp
 	$(RUN) -m examples.demo
@@ -14,6 +14,9 @@ test: $(VENV)/dev.stamp
 
 test-all: $(VENV)/bench.stamp
 	$(RUN) -m pytest -m ""
+
+fuzz: $(VENV)/dev.stamp
+	$(RUN) -m tests.fuzz --cases 10000
 
 lint: $(VENV)/dev.stamp
 	$(RUN) -m ruff format --check .

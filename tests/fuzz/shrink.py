@@ -1,0 +1,82 @@
+"""Failures made simple: features are turned off one by one, as long as the same failure stays."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import fields, replace
+
+from .cases import SHAPES, Spec, consistent
+from .fields import CORES
+from .judge import Outcome, judge
+
+SIMPLER = {  # beside the default of each field, from simple to less so
+    "core": ["tanh", "decay", "mlp"],
+    "shape": [(), (2,), (1, 2), (2, 3)],
+    "tree": ["tensor", "tuple"],
+    "gradient": ["MALI()", "ACA()", "MALI(exact=True)"],
+    "solver": ["ALF()", "Euler()", "ALF(refresh='never')"],
+    "observe": ["none", "plain"],
+    "loss": ["end"],
+}
+
+
+def simpler(spec: Spec) -> Iterator[Spec]:
+    """Problems that differ from this one in one feature, towards the simplest."""
+    for x in fields(spec):
+        if x.name in ("controller", "times", "others", "core", "shape"):
+            continue
+        candidates = [x.default, *SIMPLER.get(x.name, [])]
+        now = getattr(spec, x.name)
+        end = candidates.index(now) if now in candidates else len(candidates)
+        for value in candidates[:end]:
+            yield replace(spec, **{x.name: value})
+    for i in range(len(spec.others)):
+        yield replace(spec, others=(*spec.others[:i], *spec.others[i + 1 :]))
+    for times in ((0.0, 1.0), (0.0, spec.times[-1] - spec.times[0]), (spec.times[0], spec.times[-1])):
+        yield replace(spec, times=times, controller=_scaled(spec.controller, spec.times, times))
+    for i in range(1, len(spec.times) - 1):
+        yield replace(spec, times=(*spec.times[:i], *spec.times[i + 1 :]))
+    for core in SIMPLER["core"]:
+        if spec.core not in SIMPLER["core"] and len(spec.shape) in CORES[core]:
+            yield replace(spec, core=core)
+    for shape in (*SIMPLER["shape"], *SHAPES[len(spec.shape)]):
+        if len(shape) in CORES[spec.core] and sum(shape) < sum(spec.shape):
+            yield replace(spec, shape=shape)
+    span = abs(spec.times[-1] - spec.times[0])
+    if spec.controller.startswith("Adaptive"):
+        yield from (replace(spec, controller=f"FixedStep({span / n:.6g})") for n in (4, 20))
+        yield replace(spec, controller=",".join(spec.controller.split(",")[:2]).rstrip(")") + ")")
+    elif spec.controller != "FixedStep(inf)":
+        h = float(spec.controller.removeprefix("FixedStep(").rstrip(")"))
+        yield replace(spec, controller="FixedStep(inf)")
+        yield from (replace(spec, controller=f"FixedStep({c:.6g})") for c in (1.0, 0.5, 8 * h, 2 * h) if h < c < span)
+
+
+def _scaled(controller: str, old: tuple[float, ...], new: tuple[float, ...]) -> str:
+    """The same number of fixed steps on another span."""
+    if not controller.startswith("FixedStep(") or controller == "FixedStep(inf)":
+        return controller
+    h = float(controller.removeprefix("FixedStep(").rstrip(")"))
+    return f"FixedStep({h * abs((new[-1] - new[0]) / (old[-1] - old[0])):.6g})"
+
+
+def shrink(
+    spec: Spec, outcome: Outcome, seconds: float = 30.0, judged: Callable[[Spec], Outcome] = judge
+) -> tuple[Spec, Outcome]:
+    """The simplest problem that was found to fail in the same way, and how it fails."""
+    stop, seen = time.perf_counter() + seconds, {spec}
+    is_simpler = True
+    while is_simpler:
+        is_simpler = False
+        for candidate in map(consistent, simpler(spec)):
+            if candidate in seen:
+                continue
+            if time.perf_counter() > stop:
+                return spec, outcome
+            seen.add(candidate)
+            found = judged(candidate)
+            if (found.verdict, found.kind) == (outcome.verdict, outcome.kind):
+                spec, outcome, is_simpler = candidate, found, True
+                break
+    return spec, outcome

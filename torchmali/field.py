@@ -9,7 +9,7 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -81,7 +81,7 @@ class Field:
         self.surroundings = Surroundings(modules, self.device, buffers, source, loose, eps)
         self.looks_for_leaves = False  # warn, once, of leaves that would get no gradient
         self.told: set[int] = set()  # of these
-        self.inputs: Tensors = ()  # of the first evaluation, while leaves are looked for
+        self.inputs: tuple[Tensor, Tensors] | None = None  # t, z of the first evaluation, while leaves are looked for
         self.returned: list[tuple[weakref.ref, int]] = []  # by the first evaluation, and their versions
         self.needs_care, self.needs_graph, self.n_careful = True, False, 0  # as the first evaluations show
         self.n_evals = self.n_vjps = 0
@@ -129,13 +129,15 @@ class Field:
         self.n_evals += 1
         if self.is_leaf:
             (y,) = z
-            version = version_of(y)
+            version = None if y.is_inference() else y._version
             u = (self.func(self.time(t), y, *self.args),)
-            require_unchanged(version == version_of(y), self.called)
+            if version is not None and y._version != version:
+                raise_for_change(self.called)
         else:
             versions = [version_of(x) for x in z]
             u = self._leaves(self.func(self.time(t), self.structure.rebuild(z), *self.args))
-            require_unchanged(versions == [version_of(x) for x in z], self.called)
+            if versions != [version_of(x) for x in z]:
+                raise_for_change(self.called)
         for i, leaf in enumerate(u):
             if not isinstance(leaf, Tensor) or (leaf.shape, leaf.dtype) != self.signature[i]:
                 u = (*u[:i], self._fitted(i, leaf), *u[i + 1 :])
@@ -147,8 +149,12 @@ class Field:
         may_differentiate = self.looks_for_leaves or torch.is_grad_enabled()
         if around.is_cast:  # autocast keeps the casts of all leaves until the solve ends; of views it keeps none
             z = tuple(x.view_as(x) if x.requires_grad and x.is_leaf else x for x in z)
+        evaluate = self._at
+        if is_first and self.looks_for_leaves:
+            t, z = self.inputs = self.time(t), tuple([x.detach().requires_grad_(x.requires_grad) for x in z])
+            evaluate = self._with_graph
         with around.first_evaluation(may_differentiate) if is_first else around.evaluation():
-            u = self._tried(self._with_graph if is_first and self.looks_for_leaves else self._at, t, z)
+            u = self._tried(evaluate, t, z)
         if is_first and self.looks_for_leaves:
             u = self._look_for_leaves(u)
         if is_first and (around.modules or self.looks_for_leaves):
@@ -300,17 +306,16 @@ class Field:
         )
 
     def _with_graph(self, t: Time, z: Tensors) -> Tensors:
-        """f(t, z) with a graph; its inputs are kept for `_look_for_leaves`."""
-        t, z = self.time(t), tuple([x.detach().requires_grad_(x.requires_grad) for x in z])
-        self.inputs = t, *z
         with torch.enable_grad():
             return self._at(t, z)
 
     def _look_for_leaves(self, u: Tensors) -> Tensors:
         """Tell of leaves in the graph of u that would get no gradient; u without its graph."""
         # f may have made t and y require gradients itself.
-        self._tell_of_leaves(u, [*self.theta, *self.inputs])
-        self.inputs = ()
+        assert self.inputs is not None
+        t, z = self.inputs
+        self._tell_of_leaves(u, [*self.theta, t, *z])
+        self.inputs = None
         return tuple([x.detach() for x in u])
 
     def _tell_of_leaves(self, u: Leaves, known: Sequence[Tensor]) -> None:
@@ -385,10 +390,8 @@ class Recorded(NamedTuple):
         return g, g.pop() if self.field.wants_t else None
 
 
-def require_unchanged(is_unchanged: bool, called: str) -> None:
-    what = "{} changes y in place, but y is the state itself, or y0: let it work on y.clone()."
-    if not is_unchanged:
-        raise InvalidField(what.format(called))
+def raise_for_change(called: str) -> NoReturn:
+    raise InvalidField(f"{called} changes y in place, but y is the state itself, or y0: let it work on y.clone().")
 
 
 def _is_followed(z: Tensors) -> bool:
@@ -398,7 +401,8 @@ def _is_followed(z: Tensors) -> bool:
 
 def _fingerprint(u: Tensors) -> Tensor:
     """A few numbers that tell one value of f from another."""
-    return torch.stack([x.detach().to(u[0].dtype).norm() for x in u] + [x.detach().to(u[0].dtype).sum() for x in u])
+    u = tuple(x.detach().to(u[0].dtype) for x in u)
+    return torch.stack([torch.linalg.vector_norm(x) for x in u] + [x.sum() for x in u])
 
 
 class Quiet:
@@ -501,8 +505,10 @@ class Search:
             elif not x.requires_grad:
                 self.loose[id(x)] = x
         elif isinstance(x, nn.Module):
-            self.modules.update((id(m), m) for m in x.modules())
-            self.look(tuple(p for p in x.parameters() if p.requires_grad), True)
+            for module in x.modules():
+                self.modules[id(module)] = module
+                parameters = (p for p in module._parameters.values() if p is not None and p.requires_grad)
+                self.found.update((id(p), p) for p in parameters)
             if getattr(x, "_is_replica", False):  # DataParallel's copies hold their parameters as plain attributes
                 self.look(tuple(p for m in x.modules() for p in vars(m).values() if isinstance(p, Tensor)), True)
         elif isinstance(x, (tuple, list)):
@@ -538,9 +544,23 @@ class Search:
 
 def forgotten_leaves(u: Leaves, known: Sequence[Tensor]) -> list[Tensor]:
     """Leaves in the graph of u that are not known and not behind something known."""
+    followed = [x for x in known if x.requires_grad]
+    ends = [x.grad_fn or _node(x) for x in u if x.requires_grad]
+    found = _leaves_behind(ends, {x.grad_fn for x in followed if x.grad_fn is not None})
+    ids = {id(x) for x in followed}
+    if all(id(x) in ids for x in found):
+        return []
     # By their nodes: under saved-tensor hooks a saved leaf comes back as another object.
-    ends, stop = ([get_gradient_edge(x).node for x in some if x.requires_grad] for some in (u, known))
-    return [x for x in map(_leaf, _graph(ends, set(stop))) if x is not None]
+    return _leaves_behind(ends, {x.grad_fn or _node(x) for x in followed})
+
+
+def _leaves_behind(ends: Sequence[Any], stop: set) -> list[Tensor]:
+    return [x for x in map(_leaf, _graph(list(ends), stop)) if x is not None]
+
+
+def _node(leaf: Tensor) -> Any:
+    """The node in which the gradient of a leaf ends."""
+    return get_gradient_edge(leaf).node
 
 
 def _graph(nodes: list, stop: set) -> set:

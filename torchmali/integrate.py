@@ -97,6 +97,9 @@ class _Verdict(NamedTuple):
     knows_range: bool = False  # of this step, and of those before it
 
 
+ACCEPTED = _Verdict()
+
+
 class _Loop:
     """One solve in progress. `advance` attempts one step: a verdict on it, a commit, its outputs."""
 
@@ -180,7 +183,7 @@ class _Loop:
             self.range.add(attempt.state)
         is_due = self.range is not None and (self.range.is_due or is_last or look.renews)
         if not (self.adaptive or look.decides or is_due):
-            return _Verdict()
+            return ACCEPTED
         ratio = self.pace.measure(self.state, attempt) if self.adaptive else None
         signs = [] if ratio is None else [ratio]
         if self.range is not None:

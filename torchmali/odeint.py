@@ -26,6 +26,7 @@ from torchmali.randomness import Source
 from torchmali.solution import (
     Incompatible,
     InvalidField,
+    InvalidOption,
     InvalidState,
     InvalidTimes,
     Solution,
@@ -112,14 +113,14 @@ def solve(
         ("controller", controller, StepController),
         ("gradient", gradient, GradientMethod),
     ):
-        what = (
-            f"{name}={value!r} is not a {base.__name__}: give an object such as solver=ALF(), "
-            "controller=FixedStep(0.1), gradient=MALI(). (Names as strings are understood by odeint.)"
-        )
-        require(isinstance(value, base), what)
+        if not isinstance(value, base):
+            raise InvalidOption(
+                f"{name}={value!r} is not a {base.__name__}: give an object such as solver=ALF(), "
+                "controller=FixedStep(0.1), gradient=MALI(). (Names as strings are understood by odeint.)"
+            )
     gradient.check(solver, controller)
-    what = f"return_code=True needs a solve on integers: gradient=MALI(exact=True), not {gradient}."
-    require(gradient.on_integers or not return_code, what, Incompatible)
+    if return_code and not gradient.on_integers:
+        raise Incompatible(f"return_code=True needs a solve on integers: gradient=MALI(exact=True), not {gradient}.")
     source = _source(generator, randomness, gradient)
     structure = Structure.of(y0)
     z0 = _checked_state(tuple(_dense(_uncast(z)) for z in structure.flatten(y0)))

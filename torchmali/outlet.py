@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchmali.field import Field, require_unchanged
+from torchmali.field import Field, raise_for_change
 from torchmali.randomness import Source
 from torchmali.solution import InvalidField, require
 from torchmali.state import Structure, Tensors, Time
@@ -202,7 +202,8 @@ class Observer(Field):
             return self._evaluate_with_care(t, z)
         versions = [version_of(x) for x in z]
         value = self.func(self.time(t), self.structure.rebuild(z), *self.args)
-        require_unchanged(versions == [version_of(x) for x in z], self.called)
+        if versions != [version_of(x) for x in z]:
+            raise_for_change(self.called)
         is_real = isinstance(value, Tensor) and value.is_floating_point()
         got = value.dtype if isinstance(value, Tensor) else type(value).__name__
         require(is_real, f"observe must return a tensor of real numbers, to be summed; got {got}.", InvalidField)

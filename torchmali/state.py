@@ -259,24 +259,47 @@ class Floats(State):
         return cls(kept.tensors[: kept.form], kept.tensors[kept.form :])
 
     def distance(self, truth: Floats, end: Floats, span: float, limits: tuple[float, float] = (0.0, 0.0)) -> Drift:
-        worst = []
-        for i, z in enumerate(self.point):
-            if z.numel():
-                off, size, other = (z - truth.point[i]).abs_(), truth.point[i].abs(), end.point[i].abs()
-                if self.slope:
-                    off = torch.maximum(off, (self.slope[i] - truth.slope[i]).abs_().mul_(span))
-                    size = torch.maximum(size, truth.slope[i].abs().mul_(span))
-                    other = torch.maximum(other, end.slope[i].abs().mul_(span))
-                off, size, other = rows(off), rows(size), rows(other)
-                largest = size.amax(1, keepdim=True)
-                largest = torch.where(largest > 0, largest, other.amax(1, keepdim=True))
-                largest = torch.where(largest > 0, largest, 1.0)
-                relative = off / torch.where(size > 0, size, largest)
-                most, some = ((~(relative <= limit)).to(relative) for limit in limits)  # nan counts
-                of_row = (off.amax(1, keepdim=True) / largest).amax()
-                worst.append(torch.stack([relative.amax(), most.mean(1).amax(), some.mean(), of_row]).to(self.point[0]))
-        drift = torch.stack(worst).amax(0).tolist() if worst else (0.0, 0.0, 0.0, 0.0)  # the one host read
+        leaves = [i for i, z in enumerate(self.point) if z.numel()]
+        if not leaves:
+            return Drift(0.0, 0.0, 0.0, 0.0)
+        drift = _worst([self._drift(truth, i, span, limits) for i in leaves])
+        if any(map(math.isnan, drift)):  # perhaps of a component without a scale
+            drift = _worst([self._drift(truth, i, span, limits, end) for i in leaves])
         return Drift(*(math.inf if math.isnan(x) else x for x in drift))
+
+    def _drift(
+        self, truth: Floats, i: int, span: float, limits: tuple[float, float], end: Floats | None = None
+    ) -> Tensor:
+        """The four numbers of a Drift, for leaf i. end: to give a scale to components that have none, else nan."""
+        size = rows(truth._size(i, span))
+        largest = size.amax(1, keepdim=True)
+        if end is not None:
+            other = rows(end._size(i, span)).amax(1, keepdim=True)
+            largest = torch.where(largest > 0, largest, torch.where(other > 0, other, 1.0))
+            size = torch.where(size > 0, size, largest)
+        off = rows(self._off(truth, i, span))
+        of_row = (off.amax(1, keepdim=True) / largest).amax()
+        relative = off.div_(size)
+        most, some = (~(relative <= limit) for limit in limits)  # nan counts
+        shares = most.sum(1).amax() / most.shape[1], some.sum() / some.numel()
+        return torch.stack([relative.amax(), *[share.to(of_row) for share in shares], of_row])
+
+    def _size(self, i: int, span: float) -> Tensor:
+        """The scale of each component of leaf i."""
+        size = self.point[i].abs()
+        return torch.maximum(size, self.slope[i].abs().mul_(span), out=size) if self.slope else size
+
+    def _off(self, truth: Floats, i: int, span: float) -> Tensor:
+        """By how much each component of leaf i is off."""
+        off = (self.point[i] - truth.point[i]).abs_()
+        if not self.slope:
+            return off
+        return torch.maximum(off, (self.slope[i] - truth.slope[i]).abs_().mul_(span), out=off)
+
+
+def _worst(x: Sequence[Tensor]) -> list[float]:
+    """The largest elements of vectors of the same length, in one host read."""
+    return (x[0] if len(x) == 1 else torch.stack([part.to(x[0]) for part in x]).amax(0)).tolist()
 
 
 class Traced(State):

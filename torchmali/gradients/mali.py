@@ -59,19 +59,22 @@ class MALI(ReplayGradient):
             _bytes(self.memory)
 
     def check(self, solver: Solver, controller: StepController) -> None:
-        name = type(solver).__name__
-        what = f"MALI needs a solver with an inverse, but {name} has none. Use solver=ALF(), or gradient=ACA()."
-        require(isinstance(solver, ReversibleSolver), what, Incompatible)
-        assert isinstance(solver, ReversibleSolver)
-        what = f"MALI(exact={self.exact!r}) needs a solver that lifts to integers: ALF without damping, not {solver}."
-        require(not self.exact or solver.lifts, what, Incompatible)
-        what = (
-            f"The inverse of {solver} amplifies round-off {solver.amplification:.3g} times per step: MALI needs "
-            'checkpoints for it. Use checkpoint_every="auto" (the default), or unsafe_damping=True for the method as '
-            "published."
-        )
-        safe = solver.amplification == 1 or self.checkpoint_every is not None or self.unsafe_damping
-        require(safe, what, Incompatible)
+        # Messages are made where they are needed: this is called for every solve.
+        if not isinstance(solver, ReversibleSolver):
+            name = type(solver).__name__
+            raise Incompatible(
+                f"MALI needs a solver with an inverse, but {name} has none. Use solver=ALF(), or gradient=ACA()."
+            )
+        if self.exact and not solver.lifts:
+            raise Incompatible(
+                f"MALI(exact={self.exact!r}) needs a solver that lifts to integers: ALF without damping, not {solver}."
+            )
+        if solver.amplification != 1 and self.checkpoint_every is None and not self.unsafe_damping:
+            raise Incompatible(
+                f"The inverse of {solver} amplifies round-off {solver.amplification:.3g} times per step: MALI needs "
+                'checkpoints for it. Use checkpoint_every="auto" (the default), or unsafe_damping=True for the method '
+                "as published."
+            )
         super().check(solver, controller)
 
     def arithmetic(self, span: float) -> Any:

@@ -358,7 +358,7 @@ def test_under_autocast_f_is_cast_as_on_the_cpu(method):
 
 def test_an_audit_counts_the_same_errors_and_bytes():
     def rows(device: str) -> list[tuple]:
-        y0 = torch.linspace(0.5, 1.5, 4, dtype=torch.float64).to(device)
+        y0 = torch.linspace(0.5, 1.5, 64, dtype=torch.float64).to(device)
         found = audit(lambda t, y: -y, y0, (0.0, 1.0), methods=("aca", "mali", "exact"))
         return [(row.name, row.error, row.stats, row.failure, row.peak_bytes) for row in found.rows]
 

@@ -94,8 +94,8 @@ def test_imports_go_in_one_direction(path: Path):
 def test_the_core_needs_torch_and_the_standard_library_alone(path: Path):
     standard = {
         "__future__", "abc", "argparse", "collections", "contextlib", "copy", "dataclasses", "functools", "gc", "html",
-        "importlib", "inspect", "itertools", "math", "pathlib", "re", "runpy", "sys", "textwrap", "threading", "time",
-        "types", "typing", "warnings", "weakref",
+        "importlib", "inspect", "itertools", "math", "pathlib", "re", "runpy", "struct", "sys", "textwrap", "threading",
+        "time", "types", "typing", "warnings", "weakref",
     }  # fmt: skip
     for name in imports(path):
         assert name.split(".")[0] in standard | {"torch", "torchmali"}, f"{room(path)}: {name}"

@@ -150,9 +150,11 @@ class Field:
         if around.is_cast:  # autocast keeps the casts of all leaves until the solve ends; of views it keeps none
             z = tuple(x.view_as(x) if x.requires_grad and x.is_leaf else x for x in z)
         evaluate = self._at
-        if is_first and self.looks_for_leaves:
-            t, z = self.inputs = self.time(t), tuple([x.detach().requires_grad_(x.requires_grad) for x in z])
-            evaluate = self._with_graph
+        if is_first:
+            t = now = _normal(self.time(t))  # here, as that is not an operation of f's
+            if self.looks_for_leaves:
+                z = tuple([x.detach().requires_grad_(x.requires_grad) for x in z])
+                self.inputs, evaluate = (now, z), self._with_graph
         with around.first_evaluation(may_differentiate) if is_first else around.evaluation():
             u = self._tried(evaluate, t, z)
         if is_first and self.looks_for_leaves:
@@ -209,17 +211,17 @@ class Field:
         def evaluate(t: Time, z: Tensors) -> Tensors:
             if chosen:
                 return chosen[0](t, z)
-            (u, wanted), (plain, found) = (self._with_operations(call, t, z) for call in (self.as_in_backward, self))
+            u = self.as_in_backward(t, z)
+            plain, operations = self._with_operations(t, z)
             differ = torch.stack([(x != y).any().to(u[0].device) for x, y in zip(u, plain, strict=True)]).any()
-            chosen.append(self if wanted == found and not bool(differ) else self.as_in_backward)
+            is_same = operations == self.surroundings.operations and not bool(differ)
+            chosen.append(self if is_same else self.as_in_backward)
             return u
 
         return evaluate
 
-    def _with_operations(
-        self, call: Callable[[Time, Tensors], Tensors], t: Time, z: Tensors
-    ) -> tuple[Tensors, list[Any]]:
-        """What a call of this field returns, and the operations of which f is made."""
+    def _with_operations(self, t: Time, z: Tensors) -> tuple[Tensors, list[Any]]:
+        """f(t, z), and the operations of which it is made."""
         func, operations = self.func, Operations()
 
         def recorded(*args: Any) -> Any:
@@ -228,7 +230,7 @@ class Field:
 
         self.func = recorded
         try:
-            return call(t, z), operations.seen
+            return self(t, z), operations.seen
         finally:
             self.func = func
 

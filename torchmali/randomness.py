@@ -201,7 +201,7 @@ class Operations(_Mode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None):
         if func is not aten.detach.default:
             self.seen.append(func)
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs) if kwargs else func(*args)
 
 
 class Redirected(_Mode):
@@ -240,6 +240,8 @@ class First(Redirected):
     def __init__(self, draws: Draws, refuses_checkpoints: bool, eps: float):
         super().__init__(draws)
         self.eps = eps
+        self.operations: list[Any] = []  # as in Operations
+        self.is_within_rule = False
         # The calls of this module and of field.py are more than the two that are left out here.
         self.depth = sum(1 for _ in _frames()) - 2 if refuses_checkpoints else -1
         self.leaves_alone = draws.source.is_fresh and draws.source.given is None
@@ -249,10 +251,16 @@ class First(Redirected):
             rule = _rules[func]
         except KeyError:
             rule = rule_of(func)
+        if func is not aten.detach.default and not self.is_within_rule:
+            self.operations.append(func)
         if rule is None or self.leaves_alone:
             out = func(*args, **kwargs) if kwargs else func(*args)
         else:
-            out = rule(self, func, args, kwargs or {})
+            self.is_within_rule = True  # what a rule calls is not an operation of f
+            try:
+                out = rule(self, func, args, kwargs or {})
+            finally:
+                self.is_within_rule = False
         for x in out if isinstance(out, (tuple, list)) else (out,):
             if isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex()):
                 eps = torch.finfo(x.dtype).eps

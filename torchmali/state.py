@@ -132,7 +132,7 @@ class Drift(NamedTuple):
 class Fit(NamedTuple):
     """How the numbers of the latest steps fit the range of a bounded state."""
 
-    finite: bool
+    finite: bool  # else a shorter step is needed, or another grid, if there are changes that make one
     is_void: bool  # nothing of them can be trusted: they have to be repeated on another grid
     changes: Sequence[Any]  # of the grid, for `rescaled`: before they are repeated, or before the next step
 

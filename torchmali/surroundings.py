@@ -18,7 +18,7 @@ import contextlib
 import copy
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -137,6 +137,7 @@ class Surroundings:
         self.source = source or Source()
         self.random = Draws(self.source)
         self.mode: Redirected | None = None  # under which each evaluation runs
+        self.operations: list[Any] = []  # of the first evaluation
         self.changing: list[Changeable] = []  # by f
         self.at_first: list[Value] | None = None  # what they were in the beginning
         self.others: list[tuple[Changeable, Tensor | None, int | None]] = []  # not changed by f, with their versions
@@ -178,7 +179,7 @@ class Surroundings:
             _restore(watched)
             raise
         self.random.advance()
-        self.eps = mode.eps
+        self.eps, self.operations = mode.eps, mode.operations
         if self.draws or (self.source.is_fresh and self.source.given is not None):
             self.mode = Redirected(self.random)
         self.changing, self.at_first, self.others, large = [], [], [], []

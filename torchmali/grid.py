@@ -37,7 +37,8 @@ FINEST = {torch.float32: 150, torch.float64: 1070}  # the largest k: the smalles
 FINEST_SPREAD = {torch.float32: 120, torch.float64: 1000}  # the largest k + s, whose power of two is a normal float
 MANTISSA = {torch.float32: 24, torch.float64: 53}
 BLANK = -40  # k of a leaf of zeros: so coarse that what is added first shows what it should be
-MOST = 5  # bits of a float's mantissa that both z and v may lose for one step; none, where there are wider integers
+# Bits of a float's mantissa that both z and v may lose for one step: none, where there are wider integers.
+MOST = {torch.float32: 0, torch.float64: 16}
 FINER = 4  # bits that the largest element may lose before the grid is made finer
 CALM = {word: (2.0 ** (bits - 1 - FINER), 2.0 ** (bits + 1)) for word, bits in BITS.items()}  # no change: see `judge`
 # A leaf mixes scales where all elements of a slice lack so many bits of a float's mantissa,
@@ -443,10 +444,7 @@ class Range:
         # z or v alone may grow as much as it likes in one step. If both do, then each out of what fell off the other.
         coarser = [change for change in dropped if not isinstance(change, (Spread, Widening))]
         total = [sum(max(b, 0) for b in column) for column in zip(*coarser, strict=True)] or [0] * n
-        most = [
-            BITS[x.dtype] - MANTISSA[real] + (MOST if x.dtype is WORDS[real] else 0)
-            for x, real in zip(state.z, state.reals, strict=True)
-        ]
+        most = [BITS[x.dtype] - MANTISSA[real] + MOST[real] for x, real in zip(state.z, state.reals, strict=True)]
         explode = [i for i in range(n // 2) if min(total[i], total[n // 2 + i]) > most[i]]
         if any(bits) and not explode:  # perhaps the cause of numbers that are not finite, too
             return Fit(True, True, (*dropped, tuple(bits)))

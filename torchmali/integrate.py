@@ -64,7 +64,7 @@ def integrate(
     loop = _Loop(f, times, solver, controller, emit, tape or Tape(), locate, effects)
     loop.begin(z0, arithmetic, through_search)
     while loop.t is not times[-1]:
-        loop.advance()
+        loop.attempt() if loop.range is None else loop.attempt_bounded()
     loop.count(stats)
     if loop.alternated and warns:
         _warn_of_alternation(stats.n_steps)
@@ -101,7 +101,7 @@ ACCEPTED = _Verdict()
 
 
 class _Loop:
-    """One solve in progress. `advance` attempts one step: a verdict on it, a commit, its outputs."""
+    """One solve in progress. `attempt` makes one step: a verdict on it, a commit, its outputs."""
 
     state: State
     carry: Tensors | None
@@ -150,16 +150,14 @@ class _Loop:
             _raise_if_non_finite(state, f"in y0 or in f at the start, t = {number(t):.6g}")
         self._save()
 
-    def advance(self) -> None:
-        if self.range is None or not self.range.n_steps:
-            self._attempt()
-            return
+    def attempt_bounded(self) -> None:
+        """The same, where the range of numbers is watched."""
         n_steps = self.range.n_steps
         try:
-            self._attempt()
+            self.attempt()
         except Exception:
             # Steps that nobody has looked at may have led anywhere: then what f says of that does not count.
-            if not self.range.n_steps or self._is_in_range(n_steps):
+            if not n_steps or not self.range.n_steps or self._is_in_range(n_steps):
                 raise
             self._take_back()
 
@@ -168,11 +166,14 @@ class _Loop:
         self.range.forget(n_steps)
         return self.range.judge(self.state, _read([self.range.signs(self.state)]), ()).counts
 
-    def _attempt(self) -> None:
+    def attempt(self) -> None:
         t, target = self.t, self.times[self.k]
         t1, look = self.pace.next(t, target), self.watch.plan()
         attempt = self.solver.step(self.f, t, t1, self.state, self.carry, self.adaptive, look.brings)
-        verdict = self._judge(t, t1, attempt, look)
+        if self.adaptive or look.decides or self.range is not None:
+            verdict = self._judge(t, t1, attempt, look)
+        else:
+            verdict = ACCEPTED  # without a look
         if verdict is not None:
             self._commit(t, t1, attempt, look, verdict)
 

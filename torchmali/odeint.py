@@ -179,7 +179,7 @@ def _dense(z: Any) -> Any:
 
     Random numbers that f draws for y follow its memory layout, which must be the same for all states.
     """
-    if not isinstance(z, Tensor) or z.stride() == torch.empty_like(z, device="meta").stride():
+    if not isinstance(z, Tensor) or z.is_contiguous() or z.stride() == torch.empty_like(z, device="meta").stride():
         return z
     return z.clone()
 

@@ -220,7 +220,7 @@ class Observer(Field):
 
 def _room_for(n: int, z: Tensor) -> Tensor:
     """For n tensors like z, each in z's memory format."""
-    strides = torch.empty_like(z, device="meta").stride()
+    strides = z.stride() if z.is_contiguous() else torch.empty_like(z, device="meta").stride()
     return z.new_empty_strided((n, *z.shape), (max(1, z.numel()), *strides))
 
 

@@ -31,7 +31,7 @@ class Structure:
 
     @staticmethod
     def of(tree: Any) -> Structure:
-        return Structure(pytree.tree_structure(tree))
+        return LEAF if type(tree) is Tensor else Structure(pytree.tree_structure(tree))
 
     def flatten(self, tree: Any) -> tuple:
         """The leaves of a tree of this structure, dicts in this structure's order; else a ValueError.
@@ -52,6 +52,9 @@ class Structure:
 
     def __reduce__(self) -> tuple:
         return Structure.of, (self.rebuild(range(self.spec.num_leaves)),)  # a spec warns when it is unpickled
+
+
+LEAF = Structure(pytree.tree_structure(None))
 
 
 def _aligned(tree: Any, wanted: Any) -> Iterator[Any]:

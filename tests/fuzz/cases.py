@@ -327,6 +327,15 @@ class Problem:
             moved = in_layout(z.detach() + d, self.spec.layout)
             self.leaves[i] = moved.requires_grad_(z.requires_grad)
 
+    def first_move(self, h: float) -> list[Tensor]:
+        """h |f(t0, y0)|: what a step adds to y0, leaf by leaf."""
+        widest = max(self.dtypes, key=lambda kind: kind.itemsize)
+        leaves = [z.detach().clone().requires_grad_() for z in self.leaves]  # f may differentiate by it
+        with torch.random.fork_rng(devices=[]), torch.enable_grad():
+            t0 = torch.tensor(self.spec.times[0], dtype=widest)
+            u = self.func(t0, in_tree(leaves, self.spec.tree), *self.args)
+        return [h * x.detach().abs().to(z.dtype) for x, z in zip(pytree.tree_leaves(u), leaves, strict=True)]
+
     @property
     def y0(self) -> Any:
         return in_tree(self.leaves, self.spec.tree)

@@ -4,7 +4,7 @@ The truth is plain autograd (Naive) through the same accepted steps, and for fix
 lines of torch that know nothing of the library (plain.py). A difference counts when it exceeds
 
     floor |g_i| + 1000 eps |g|          of the gradient g_i of one tensor, with |g| of all together,
-    + FACTOR x the effect of one ulp in y0 on g_i,
+    + FACTOR x the effect of one ulp in y0, or in what the first step adds to it, on g_i,
 
 the largest over some random patterns of signs: what the problem's own conditioning explains. MALI(exact=...) has the
 resolution of its integer grid instead of the ulp, and must equal its own stored trajectory (checkpoint_every=1) to the
@@ -327,17 +327,18 @@ def _floor(spec: Spec, truth: Result, name: str, y: Tensor, i: int | None) -> fl
 def conditioning(spec: Spec, truth: Result) -> dict[str, Tensor]:
     """The effect of one ulp in y0 on every element of every tensor, the largest over some patterns of signs.
 
-    On an integer grid all elements of a leaf of one scale are rounded to the same spacing, z and v at every step.
+    One ulp of what the first step adds, where that is larger: it is rounded, too. On an integer grid all elements of a
+    leaf of one scale are rounded to the same spacing, z and v at every step.
     """
     rng = torch.Generator().manual_seed(spec.seed)
-    leaves = Problem(spec).leaves
+    leaves, added = Problem(spec).leaves, Problem(spec).first_move(truth.stats.h_max)
     same: dict[str, Tensor] = {}
     other: dict[str, Tensor] = {}
     for _ in range(N_PATTERNS):
         moves = []
-        for z in leaves:
+        for z, move in zip(leaves, added, strict=True):
             eps = torch.finfo(z.dtype).eps
-            size = z.detach().abs()
+            size = torch.maximum(z.detach().abs(), move.nan_to_num(0.0, 0.0, 0.0))
             if spec.is_exact and z.numel():
                 eps = eps * math.sqrt(1 + truth.stats.n_steps)
                 size = size.amax() if spec.spread == 1 else size

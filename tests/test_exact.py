@@ -307,6 +307,20 @@ def test_a_step_in_which_all_grows_a_thousandfold_takes_wider_integers(rate):
     assert (grad - wanted).norm() < 1e-6 * wanted.norm()
 
 
+def test_leaves_that_explode_one_after_the_other_are_widened_together():
+    """A repetition of the step for one of them keeps the room that was made for the other."""
+    y0 = (torch.full((2,), 1e-3), torch.ones(3))
+
+    def field(t, y):
+        return -12 * (y[0] - torch.cos(t)), 300 * y[1]
+
+    def ends(gradient):
+        return tm.solve(field, y0, [0.0, 1.0, 2.0], controller=tm.FixedStep(1.0), gradient=gradient).y
+
+    for found, truth in zip(ends(EXACT), ends(tm.ACA()), strict=True):
+        assert (found - truth).norm() < 1e-6 * truth.norm()
+
+
 # 3. Any field, any state.
 
 

@@ -451,7 +451,8 @@ class Range:
         if explode:
             can_widen = all(state.z[i].dtype is torch.int32 for i in explode)
             k = [e + sum(column) for e, *column in zip(k, *coarser, strict=True)]  # as they were before
-            return Fit(False, False, (_widening(explode, k, finest),) if can_widen else ())
+            wider = [change for change in dropped if isinstance(change, Widening)]
+            return Fit(False, False, (*wider, _widening(explode, k, finest)) if can_widen else ())
         if not all(map(math.isfinite, (*met, *left))):
             return Fit(False, False, ())
         # Zeros, and what was added to them was rounded away.

@@ -254,11 +254,11 @@ def _differences(spec: Spec, found: Result, truth: Result) -> Iterator[tuple[str
     name, off, allowed, size = worst
     text = f"{name} is {off:.3g} off, allowed {allowed:.3g}, its size {size:.3g}"
     told = excuses(found)
-    kind = "solution" if name.startswith("output") else "gradient"
-    kind = kind if math.isfinite(off) else "not finite"
-    if kind == "gradient" and any("gradient is right" in x for x in told):
+    is_output = name.startswith("output")
+    kind = "not finite" if not math.isfinite(off) else "solution" if is_output else "gradient"
+    if not is_output and any("gradient is right" in x for x in told):
         yield "gradient said to be right", text
-    elif kind != "gradient" or not told:
+    elif is_output or not told:
         yield kind, text
 
 

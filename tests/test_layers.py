@@ -9,6 +9,7 @@ CORE = Path(__file__).parent.parent / "torchmali"
 ROOMS = [  # a room may import those named before it
     "state",
     "solution",
+    "integers",
     "grid",
     "measure",
     "tape",

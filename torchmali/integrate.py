@@ -18,6 +18,7 @@ from torchmali.watch import Look, Watch
 
 Emit = Callable[[int, Tensors], None]
 C = TypeVar("C", Pace, Watch)
+MOST_REFITS = 4  # of one step
 LOOK_THERE = "Look at f there, use smaller steps, or an adaptive controller."
 
 
@@ -64,7 +65,7 @@ def integrate(
     loop = _Loop(f, times, solver, controller, emit, tape or Tape(), locate, effects)
     loop.begin(z0, arithmetic, through_search)
     while loop.t is not times[-1]:
-        loop.attempt() if loop.range is None else loop.attempt_bounded()
+        loop.attempt()
     loop.count(stats)
     if loop.alternated and warns:
         _warn_of_alternation(stats.n_steps)
@@ -87,6 +88,7 @@ class _Savepoint(NamedTuple):
     effects: Any
     pace: Pace
     watch: Watch
+    range: Any
 
 
 class _Verdict(NamedTuple):
@@ -107,6 +109,7 @@ class _Loop:
     carry: Tensors | None
     pace: Pace
     watch: Watch
+    range: Any  # what watches over the range of bounded numbers; None: nobody
     saved: _Savepoint
 
     def __init__(
@@ -125,7 +128,7 @@ class _Loop:
         self.adaptive, self.lands = controller.adaptive, controller.lands(solver)
         self.k = 1 if self.lands else len(times) - 1  # the output on which steps land next
         self.waiting = 1  # the first output not yet handed out
-        self.dropped: list = []  # changes of the grid for the sake of the step at hand
+        self.n_refits = 0  # of the grid, for the sake of the step at hand
         self.alternated = False  # a short solve, when it was too late
 
     def begin(self, z0: Tensors, arithmetic: Any, through_search: bool) -> None:
@@ -150,32 +153,34 @@ class _Loop:
             _raise_if_non_finite(state, f"in y0 or in f at the start, t = {number(t):.6g}")
         self._save()
 
-    def attempt_bounded(self) -> None:
-        """The same, where the range of numbers is watched."""
-        n_steps = self.range.n_steps
-        try:
-            self.attempt()
-        except Exception:
-            # Steps that nobody has looked at may have led anywhere: then what f says of that does not count.
-            if not n_steps or not self.range.n_steps or self._is_in_range(n_steps):
-                raise
-            self._take_back()
-
-    def _is_in_range(self, n_steps: int) -> bool:
-        """Whether the first steps since the last reading, which led to here, are what they seem to be."""
-        self.range.forget(n_steps)
-        return self.range.judge(self.state, _read([self.range.signs(self.state)]), ()).counts
-
     def attempt(self) -> None:
         t, target = self.t, self.times[self.k]
         t1, look = self.pace.next(t, target), self.watch.plan()
-        attempt = self.solver.step(self.f, t, t1, self.state, self.carry, self.adaptive, look.brings)
+        try:
+            attempt = self.solver.step(self.f, t, t1, self.state, self.carry, self.adaptive, look.brings)
+        except Exception:  # perhaps of an f that saw numbers which had wrapped round
+            if not self._repeats(t, t1):
+                raise
+            return
         if self.adaptive or look.decides or self.range is not None:
             verdict = self._judge(t, t1, attempt, look)
         else:
             verdict = ACCEPTED  # without a look
-        if verdict is not None:
+        if verdict is None:
+            return
+        try:
             self._commit(t, t1, attempt, look, verdict)
+        except Exception:  # perhaps of an output that nobody has looked at yet
+            if self.range is None or not self.range.n_steps:
+                raise
+            self._take_back()
+
+    def _repeats(self, t: Time, t1: Time) -> bool:
+        """Go back and repeat a step in which f raised an error, if it may have been on account of the grid."""
+        if self.range is not None and self.range.n_steps:
+            self._take_back()
+            return True
+        return self.range is not None and self._refit(t, t1, None)
 
     def _judge(self, t: Time, t1: Time, attempt: Attempt, look: Look) -> _Verdict | None:
         """What to make of an attempt; None: it does not count, and the loop is where it was before."""
@@ -193,18 +198,15 @@ class _Loop:
             h, eps = number(t1 - t), self.effects.eps
             signs.append(self.watch.alternation(attempt.evidence, self.state.point, h, eps))
         values = _read(signs)
-        fit = FITS
+        fit, error = FITS, values[0]
         if self.range is not None:
-            measured = values[self.adaptive : len(values) - look.decides]
-            fit = self.range.judge(attempt.state, measured, self.dropped)
-        if not fit.counts and self.range is not None and self.range.n_steps > 1:
-            self._take_back()
-            return None
-        if fit.is_void or (not fit.finite and fit.changes and not self.adaptive):
-            self._repeat_on_another_grid(fit.changes)
-            return None
-        error = values[0]
-        if not fit.finite:
+            fit = self.range.judge(attempt.state, values[self.adaptive : len(values) - look.decides])
+        if self.range is not None and fit.misfit is not None:
+            if self.range.n_steps > 1:
+                self._take_back()
+                return None
+            if self._refit(t, t1, fit.misfit):
+                return None
             error = math.nan  # rejected, where a controller can reject it
             what = "Values that are not finite, or outgrow the integer grid within one step,"
             require(self.adaptive, f"{what} {_at(t, t1)}. {LOOK_THERE}", NonFinite)
@@ -215,27 +217,40 @@ class _Loop:
 
     def _reject(self, attempt: Attempt) -> None:
         # The bits that fell off for the sake of a step too long are still wanted.
-        self.state, self.dropped = self.saved.state, []
+        self.state, self.n_refits = self.saved.state, 0
         self.tape.back_to(self.saved.tape)
         self.effects.back_to(self.saved.effects)
         if attempt.stages:
             self.carry = attempt.stages[0]  # f(t, z) is known by now
         if self.range is not None:
-            self.range.forget()
+            self.range.mark = self.saved.range
             # A repetition on another grid must not forget that h was too long.
             self.saved = self.saved._replace(pace=_copy(self.pace), carry=self.carry)
 
-    def _repeat_on_another_grid(self, changes: Sequence[Any]) -> None:
+    def _refit(self, t: Time, t1: Time, misfit: Any) -> bool:
+        """Put the state on a grid on which the step from t to t1 fits, to repeat it there; false: there is none."""
         self._go_back()
-        self.dropped = list(changes)
-        for change in self.dropped:
-            self.state = self._rescaled(self.state, change)
+        self.n_refits += 1
+        if self.n_refits > MOST_REFITS:
+            return False
+
+        def step(state: State) -> Attempt:
+            return self.solver.step(self.f, t, t1, state, None, adaptive=False)
+
+        fitted = self.range.refitted(self.state, misfit, self.n_refits - 1, step)
+        self.effects.back_to(self.saved.effects)
+        if fitted is None:
+            return False
+        self.state = fitted.grid
+        for change, lost in fitted.undo:
+            self.tape.events.append(Rescale(change, self.tape.keep(lost) if self.tape.rewinds else None))
+        return True
 
     def _take_back(self) -> None:
         """Back to the last step that was looked at. The next ones are looked at one by one."""
         self._go_back()
         self.range.go_singly()
-        self.dropped = []
+        self.n_refits = 0
 
     def _go_back(self) -> None:
         saved = self.saved
@@ -243,14 +258,15 @@ class _Loop:
         self.tape.back_to(saved.tape)
         self.effects.back_to(saved.effects)
         self.pace, self.watch = _copy(saved.pace), _copy(saved.watch)
-        self.range.forget()
+        self.range.mark = saved.range
 
     def _save(self) -> None:
         """To come back to, where steps are rejected or taken back."""
         if self.adaptive or self.range is not None:
             pace, watch = (_copy(self.pace), _copy(self.watch)) if self.range else (self.pace, self.watch)
             marks = self.tape.mark(), self.effects.mark()
-            self.saved = _Savepoint(self.t, self.k, self.waiting, self.state, self.carry, *marks, pace, watch)
+            begun = None if self.range is None else self.range.mark
+            self.saved = _Savepoint(self.t, self.k, self.waiting, self.state, self.carry, *marks, pace, watch, begun)
 
     def _commit(self, t: Time, t1: Time, attempt: Attempt, look: Look, verdict: _Verdict) -> None:
         target, is_last = self.times[self.k], t1 is self.times[-1]
@@ -262,11 +278,11 @@ class _Loop:
             self._interpolate(t, t1, before, attempt)
         if self.locate:
             _raise_if_non_finite(attempt.state, _at(t, t1))
-        self.state, self.t, self.dropped = attempt.state, t1, []
+        self.state, self.t, self.n_refits = attempt.state, t1, 0
         for change in verdict.changes:
             self.state = self._rescaled(self.state, change)
         if verdict.knows_range:
-            self.range.accept(self.state, verdict.changes)
+            self.range.accept(self.state, bool(verdict.changes))
         self.watch.after_step(attempt.evidence)
         # The only look there was came with the last step: too late for a renewal.
         self.alternated = is_last and verdict.alternates and self.watch.n_looks == 1 and not self.adaptive

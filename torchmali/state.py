@@ -135,16 +135,11 @@ class Drift(NamedTuple):
 class Fit(NamedTuple):
     """How the numbers of the latest steps fit the range of a bounded state."""
 
-    finite: bool  # else a shorter step is needed, or another grid, if there are changes that make one
-    is_void: bool  # nothing of them can be trusted: they have to be repeated on another grid
-    changes: Sequence[Any]  # of the grid, for `rescaled`: before they are repeated, or before the next step
-
-    @property
-    def counts(self) -> bool:
-        return self.finite and not self.is_void
+    misfit: Any = None  # why they do not: then nothing of them can be trusted
+    changes: Sequence[Any] = ()  # of the grid, for `rescaled`, before the next step
 
 
-FITS = Fit(True, False, ())
+FITS = Fit()
 
 
 class State(ABC):

@@ -524,3 +524,99 @@ def test_tensors_of_inference_mode_may_be_args():
         for gradient in (tm.MALI(exact=True), tm.MALI(), tm.ACA()):
             y = tm.solve(lambda t, y, c: torch.tanh(y * w * c), y0, (0.0, 1.0), gradient=gradient, args=(c,)).y
             assert y.shape == (2, 4, 3)
+
+
+class Holder(nn.Module):
+    """f reads a buffer."""
+
+    held: Tensor
+
+    def __init__(self, held: Tensor):
+        super().__init__()
+        self.register_buffer("held", held)
+
+    def forward(self, t: Tensor, y: Tensor) -> Tensor:
+        return -(self.held @ y[:, None])[:, 0] if self.held.ndim == 2 else -y
+
+
+@pytest.mark.parametrize("buffers", ["update", "freeze"])
+@pytest.mark.parametrize("kind", ["coo", "csr", "nested", "jagged", "meta"])
+@pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:The PyTorch API of nested")
+def test_buffers_that_cannot_be_compared_are_left_alone(kind, buffers):
+    """The matrix of a graph, above all."""
+    eye, parts = torch.eye(4), [torch.ones(2), torch.ones(3)]
+    held = {
+        "coo": eye.to_sparse,
+        "csr": eye.to_sparse_csr,
+        "nested": lambda: torch.nested.nested_tensor(parts),
+        "jagged": lambda: torch.nested.nested_tensor(parts, layout=torch.jagged),
+        "meta": lambda: torch.ones(3, device="meta"),
+    }[kind]()
+    f, y0 = Holder(held), torch.ones(4, requires_grad=True)
+    how: Any = {"controller": FIXED, "gradient": tm.ACA(), "buffers": buffers}
+    if kind in ("nested", "jagged"):
+        f.forward = lambda t, y: -y
+    y = tm.solve(f, y0, (0.0, 1.0), **how).y
+    y[-1].sum().backward()
+    plain = tm.solve(lambda t, y: -y, torch.ones(4), (0.0, 1.0), controller=FIXED).y
+    torch.testing.assert_close(y, plain)
+    assert f.held is held
+
+
+def test_a_sparse_buffer_that_f_changes_is_named():
+    f = Holder(torch.eye(4).to_sparse())
+    f.register_forward_pre_hook(lambda *_: (f.held.mul_(2), None)[1])
+    with pytest.raises(tm.NonRepeatableField, match="held of Holder, which cannot be undone"):
+        tm.solve(f, torch.ones(4), (0.0, 1.0), controller=FIXED)
+
+
+@pytest.mark.parametrize("place", ["buffer", "args", "closure"])
+def test_expanded_tensors_do_not_hide_what_is_wrong_with_f(place):
+    wide = torch.ones(1).expand(4)
+    holder = Holder(wide)
+    fs = {
+        "buffer": lambda t, y: holder(t, y)[:2],
+        "args": lambda t, y, wide: y[:2],
+        "closure": lambda t, y: (y * wide)[:2],
+    }
+    with pytest.raises(tm.InvalidField, match="shape"):
+        tm.solve(fs[place], torch.ones(4), (0.0, 1.0), controller=FIXED, args=(wide,) if place == "args" else ())
+
+
+@pytest.mark.parametrize("buffers", ["update", "freeze"])
+def test_an_expanded_buffer_of_nan_is_no_change(buffers):
+    f, y0 = Holder(torch.tensor([torch.nan]).expand(4)), torch.ones(4, requires_grad=True)
+    y = tm.solve(f, y0, (0.0, 1.0), controller=tm.AdaptiveStep(1e-3, 1e-4, h0=1.0), buffers=buffers).y
+    y.sum().backward()
+    assert f.held.isnan().all()
+
+
+class Coming(nn.Module):
+    """Two buffers that f changes, one of which comes and goes."""
+
+    a: Tensor | None
+    b: Tensor
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("a", torch.zeros(2))
+        self.register_buffer("b", torch.zeros(3))
+
+    def forward(self, t: Tensor, y: Tensor) -> Tensor:
+        self.a = torch.zeros(2) if self.a is None else None
+        self.b.add_(1.0)
+        return -y
+
+
+@pytest.mark.parametrize("buffers", ["update", "freeze"])
+@pytest.mark.parametrize("method", [tm.Naive(), *REPLAYS], ids=repr)
+def test_a_buffer_that_is_none_at_times_is_not_exchanged_with_another(method, buffers):
+    f, y0 = Coming(), torch.ones(3, requires_grad=True)
+    n_calls = 5 if buffers == "update" else 0
+    y = tm.solve(f, y0, (0.0, 1.0), controller=tm.FixedStep(0.2), gradient=method, buffers=buffers).y
+    for _ in range(2):
+        assert torch.equal(f.b, torch.full((3,), float(n_calls)))
+        assert (f.a is None) == (n_calls == 5)
+        if y.requires_grad:
+            y.sum().backward()
+            y = y.detach()

@@ -17,18 +17,20 @@ from __future__ import annotations
 import contextlib
 import copy
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.autograd.graph import increment_version
 
 from torchmali.randomness import Draws, First, Redirected, Refused, Source
 from torchmali.solution import InvalidField, NonRepeatableField, require
 
 LARGE = 2**20  # bytes: a buffer beyond this is a table, not a statistic; f may read it, but not change it
+BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # to compare, by size
 SMALL = 2**16  # bytes: a tensor outside of modules up to this may be a statistic
 
 
@@ -39,7 +41,7 @@ class Buffer(NamedTuple):
     name: str
 
     @property
-    def tensor(self) -> Tensor:
+    def tensor(self) -> Tensor | None:
         return getattr(self.module, self.name)
 
     def put(self, x: Tensor | None) -> None:
@@ -48,7 +50,8 @@ class Buffer(NamedTuple):
 
     @property
     def can_be_undone(self) -> bool:
-        return self.tensor.nbytes <= LARGE
+        x = self.tensor
+        return x is not None and _has_values(x) and x.nbytes <= LARGE
 
     def __str__(self) -> str:
         return f"{self.name} of {type(self.module).__name__}"
@@ -88,7 +91,7 @@ class Value(NamedTuple):
     """What a buffer was."""
 
     tensor: Tensor
-    copy: Tensor | None  # None: it is too large
+    copy: Tensor | None  # None: it is too large, or cannot be copied
     version: int | None
 
     @staticmethod
@@ -98,10 +101,10 @@ class Value(NamedTuple):
     def is_still(self, now: Tensor | None) -> bool:
         # A BatchNorm changes its statistics without counting it.
         same = now is self.tensor and version_of(self.tensor) == self.version
-        return same and (self.copy is None or torch.equal(self.tensor, self.copy))
+        return same and (self.copy is None or _are_equal(self.tensor, self.copy))
 
 
-Mark = Sequence[Value] | None  # None: from before the first evaluation
+Mark = Sequence[Value | None] | None  # None: from before the first evaluation; in it: a place without a tensor
 
 
 class Surroundings:
@@ -176,7 +179,7 @@ class Surroundings:
             with self._as_cast(), mode:
                 yield
         except BaseException:
-            _restore(watched)
+            _restore_changed(watched)
             raise
         self.random.advance()
         self.eps, self.operations = mode.eps, mode.operations
@@ -192,7 +195,10 @@ class Surroundings:
                 self.at_first.append(value)
             elif isinstance(x, Buffer):
                 large.append(str(x))
-        what = f"f changes {', '.join(large)}, a buffer of more than {LARGE:,} bytes, which cannot be undone."
+        what = (
+            f"f changes {', '.join(large)}, which cannot be undone: a buffer of more than {LARGE:,} bytes, or one that "
+            "is sparse, nested or without values."
+        )
         require(not large, what, NonRepeatableField)
         self.modes = [m.training for m in self.modules]
         if self.freezes:
@@ -264,10 +270,10 @@ class Surroundings:
         """What the buffers that f changes are now, to come `back_to`."""
         if self.at_first is None:
             return None
-        return [Value.of(tensor) for x in self.changing if (tensor := x.tensor) is not None]
+        return _values(self.changing)
 
     def back_to(self, mark: Mark) -> None:
-        _restore(list(zip(self.changing, self.at_first or () if mark is None else mark, strict=False)))
+        _restore(zip(self.changing, self.at_first or () if mark is None else mark, strict=False))
 
     def changes(self) -> str:
         """What is not as it was at the first evaluation, in words."""
@@ -289,14 +295,42 @@ class Surroundings:
         return torch.autocast(self.device.type, enabled=False, cache_enabled=self.caches)
 
 
-def _restore(values: Sequence[tuple[Changeable, Value]]) -> None:
+def _values(places: Sequence[Changeable]) -> list[Value | None]:
+    """What is there now; None where there is no tensor."""
+    return [None if (x := place.tensor) is None else Value.of(x, _has_values(x)) for place in places]
+
+
+def _restore(values: Iterable[tuple[Changeable, Value | None]]) -> None:
     for x, value in values:
-        x.put(value.tensor)
-        if value.copy is not None:
-            value.tensor.data.copy_(value.copy)  # data: a BatchNorm saves its statistics for its own backward
+        x.put(None if value is None else value.tensor)
+        # One that overlaps itself, as an expanded one does, cannot be written to, not by f either.
+        if value is None or value.copy is None or torch._debug_has_internal_overlap(value.tensor) == 1:
+            continue
+        is_counted = version_of(value.tensor) != value.version
+        value.tensor.data.copy_(value.copy)  # data: a BatchNorm saves its statistics for its own backward
+        if is_counted:  # a graph that holds what f made of it must not take this for it
+            increment_version(value.tensor)
+
+
+def _restore_changed(values: Iterable[tuple[Changeable, Value]]) -> None:
+    """Others are not written to: their memory may be read-only."""
+    _restore([(x, value) for x, value in values if not value.is_still(x.tensor)])
+
+
+def _are_equal(x: Tensor, y: Tensor) -> bool:
+    """Whether all values are the same; nan is the same as nan."""
+    if not (x.is_floating_point() and _is_plain(x)) or x.is_neg():
+        return torch.equal(x, y)
+    bits = BITS[x.itemsize]
+    return torch.equal(x.detach().view(bits), y.view(bits))
+
+
+def _has_values(x: Tensor) -> bool:
+    """Whether its values can be copied and compared."""
+    return x.layout == torch.strided and not x.is_meta and not x.is_nested
 
 
 def _is_plain(x: Tensor) -> bool:
     """Not one that could not be copied and compared: a subclass, a sparse one, or one within torch.func."""
     wrapped = is_functorch_wrapped_tensor(x)
-    return type(x) is Tensor and x.layout == torch.strided and not x.is_meta and not x.is_quantized and not wrapped
+    return type(x) is Tensor and _has_values(x) and not x.is_quantized and not wrapped

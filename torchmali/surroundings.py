@@ -141,8 +141,10 @@ class Surroundings:
         self.random = Draws(self.source)
         self.mode: Redirected | None = None  # under which each evaluation runs
         self.operations: list[Any] = []  # of the first evaluation
-        self.changing: list[Changeable] = []  # by f
+        self.lent: list[tuple[Buffer, Tensor]] = []  # frozen ones that f changes: it works on copies of these values
+        self.changing: list[Changeable] = []  # by f, in their places
         self.at_first: list[Value] | None = None  # what they were in the beginning
+        self.watched: list[tuple[Changeable, Value]] = []  # during the first evaluation
         self.others: list[tuple[Changeable, Tensor | None, int | None]] = []  # not changed by f, with their versions
 
     @property
@@ -158,7 +160,7 @@ class Surroundings:
     @property
     def is_active(self) -> bool:
         """Whether there is something to do around each evaluation."""
-        return self.mode is not None or self.is_cast or (self.freezes and bool(self.changing))
+        return self.mode is not None or self.is_cast or (self.freezes and bool(self.changing or self.lent))
 
     @property
     def synchronises(self) -> bool:
@@ -174,22 +176,36 @@ class Surroundings:
         found: list[Changeable] = [Buffer(m, name) for m in holders for name, _ in m.named_buffers(recurse=False)]
         there = [(x, tensor) for x in [*found, *self.loose] if (tensor := x.tensor) is not None]
         watched = [(x, Value.of(tensor, x.can_be_undone)) for x, tensor in there]
+        lendable = _lendable(watched) if self.freezes else []
+        lent = _lend(lendable)
+        twins = {
+            id(before): Value(x, copy, version_of(x)) for (_, copy), (_, before, x) in zip(lendable, lent, strict=True)
+        }
+        self.watched = [
+            (x, twins.get(id(value.tensor), value) if isinstance(x, Buffer) else value) for x, value in watched
+        ]
         mode = First(self.random, may_differentiate, self.eps)
         try:
             with self._as_cast(), mode:
                 yield
+            are_still = [value.is_still(x.tensor) for x, value in self.watched]
         except BaseException:
-            _restore_changed(watched)
+            _restore_changed(self.watched)
             raise
+        finally:
+            self.watched = []
+            _take_back(lent)
         self.random.advance()
         self.eps, self.operations = mode.eps, mode.operations
         if self.draws or (self.source.is_fresh and self.source.given is not None):
             self.mode = Redirected(self.random)
-        self.changing, self.at_first, self.others, large = [], [], [], []
-        for x, value in watched:
-            if value.is_still(x.tensor):
+        self.lent, self.changing, self.at_first, self.others, large = [], [], [], [], []
+        for (x, value), is_still in zip(watched, are_still, strict=True):
+            if is_still:
                 # A loose tensor is not kept alive for the sake of this comparison.
                 self.others.append((x, value.tensor if isinstance(x, Buffer) else None, value.version))
+            elif isinstance(x, Buffer) and (twin := twins.get(id(value.tensor))) is not None and twin.copy is not None:
+                self.lent.append((x, twin.copy))
             elif value.copy is not None:
                 self.changing.append(x)
                 self.at_first.append(value)
@@ -204,18 +220,24 @@ class Surroundings:
         if self.freezes:
             self.back_to(self.at_first)
 
-    def draw_again(self) -> None:
-        """Before a second try of an evaluation."""
+    def try_again(self, mark: Mark) -> None:
+        """Before a second try of an evaluation. mark: from before the first one."""
+        if mark is None:
+            _restore_changed(self.watched)
+        else:
+            self.back_to(mark)
+            _lend(self.lent)
         self.random.restart()
 
     @contextlib.contextmanager
     def evaluation(self) -> Iterator[None]:
-        mark = self.mark() if self.freezes else ()
+        mark, lent = (self.mark(), _lend(self.lent)) if self.freezes else ((), [])
         self.random.restart()
         try:
             with self._as_cast(), self.mode or contextlib.nullcontext():
                 yield
         finally:
+            _take_back(lent)
             self.back_to(mark)
 
     @contextlib.contextmanager
@@ -293,6 +315,41 @@ class Surroundings:
         if not self.is_cast and not torch.is_autocast_enabled(self.device.type):
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, enabled=False, cache_enabled=self.caches)
+
+
+Lent = list[tuple[Buffer, Tensor | None, Tensor]]  # places, what was there before, and the copy that is there now
+
+
+def _lend(values: Iterable[tuple[Buffer, Tensor]]) -> Lent:
+    """Put a copy of each tensor in its place: a graph may hold it, and nothing has to be restored."""
+    lent: Lent = []
+    twins: dict[int, Tensor] = {}  # one for all places of a tensor
+    for x, value in values:
+        if id(value) not in twins:
+            with torch.inference_mode(False):  # for graphs
+                twins[id(value)] = value.clone()
+        lent.append((x, x.tensor, twins[id(value)]))
+        x.put(twins[id(value)])
+    return lent
+
+
+def _take_back(lent: Lent) -> None:
+    for x, before, _ in lent:
+        x.put(before)
+
+
+def _lendable(watched: Sequence[tuple[Changeable, Value]]) -> list[tuple[Buffer, Tensor]]:
+    """Places of buffers, with their copies: those that f finds in modules alone, in memory that no other tensor has."""
+    plain = [(x, value.tensor, value.copy) for x, value in watched if _is_plain(value.tensor)]
+    owners: dict[int, set[int]] = {}  # of memory
+    copies: dict[int, Tensor] = {}  # one for all places of a tensor
+    for x, tensor, copy_ in plain:
+        is_buffer = isinstance(x, Buffer)
+        owners.setdefault(tensor.untyped_storage().data_ptr(), set()).add(id(tensor) if is_buffer else id(x))
+        if is_buffer and copy_ is not None and not tensor.requires_grad:
+            copies.setdefault(id(tensor), copy_)
+    alone = [(x, tensor) for x, tensor, _ in plain if len(owners[tensor.untyped_storage().data_ptr()]) == 1]
+    return [(x, copies[id(tensor)]) for x, tensor in alone if isinstance(x, Buffer) and id(tensor) in copies]
 
 
 def _values(places: Sequence[Changeable]) -> list[Value | None]:

@@ -748,3 +748,49 @@ def test_an_f_that_takes_derivatives_updates_statistics_once_per_evaluation(meth
     fresh = Descent()
     assert fresh.norm.running_mean is not None and f.norm.running_mean is not None
     assert torch.equal(f.norm.running_mean, fresh.norm.running_mean) == (buffers == "freeze")
+
+
+class Late(nn.Module):
+    """f changes buffers in the second half only."""
+
+    n: Tensor
+    m: Tensor
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+        self.register_buffer("n", torch.zeros(()))
+        self.register_buffer("m", torch.zeros(()))
+
+    def forward(self, t: Tensor, y: Tensor) -> Tensor:
+        if t > 0.5:
+            self.n += 1
+            self.m = self.m + 1
+            self.norm(y)
+        return -y
+
+
+@pytest.mark.parametrize("is_loose", [False, True])
+@pytest.mark.parametrize("method", [tm.Naive(), *REPLAYS], ids=repr)
+def test_buffers_that_f_changes_late_are_not_changed_by_the_backward_pass(method, is_loose):
+    f, y0 = Late(), torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
+    f.norm.double()
+    # m is replaced, and f's dict has no place that is watched.
+    held = {name: x.clone() for name, x in f.named_buffers() if name != "m"}
+    func = (lambda t, y: functional_call(f, held, (t, y))) if is_loose else f
+    y = tm.solve(func, y0, (0.0, 1.0), controller=FIXED, gradient=method).y
+    now = held if is_loose else dict(f.named_buffers())
+    before = copy.deepcopy(now)
+    assert now["n"] == now["norm.num_batches_tracked"] == 5
+    y.sum().backward()
+    now = held if is_loose else dict(f.named_buffers())
+    assert all(torch.equal(now[name], x) for name, x in before.items())
+
+
+def test_an_f_that_reads_what_it_changes_late_is_named():
+    f, y0 = Late(), torch.ones(5, 3, requires_grad=True)
+    y = tm.solve(lambda t, y: f(t, y) * (1 + f.n), y0, (0.0, 1.0), controller=FIXED, gradient=tm.ACA()).y
+    n = f.n.clone()
+    with pytest.raises(tm.NonRepeatableField, match="n of Late"):
+        y.sum().backward()
+    assert torch.equal(f.n, n)

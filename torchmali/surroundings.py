@@ -44,6 +44,10 @@ class Buffer(NamedTuple):
     def tensor(self) -> Tensor | None:
         return getattr(self.module, self.name)
 
+    @property
+    def holder(self) -> int:
+        return id(self.module)
+
     def put(self, x: Tensor | None) -> None:
         if self.tensor is not x:
             setattr(self.module, self.name, x)
@@ -65,6 +69,10 @@ class Loose(NamedTuple):
     @property
     def tensor(self) -> Tensor | None:
         return self.there()
+
+    @property
+    def holder(self) -> int:
+        return 0  # f itself, for all of them
 
     def put(self, x: Tensor | None) -> None:
         pass  # it has no place where it could be replaced
@@ -144,6 +152,9 @@ class Surroundings:
         self.lent: list[tuple[Buffer, Tensor]] = []  # frozen ones that f changes: it works on copies of these values
         self.changing: list[Changeable] = []  # by f, in their places
         self.at_first: list[Value] | None = None  # what they were in the beginning
+        self.late: list[
+            Changeable
+        ] = []  # among the others: changed in the forward pass, but not at the first evaluation
         self.watched: list[tuple[Changeable, Value]] = []  # during the first evaluation
         self.others: list[tuple[Changeable, Tensor | None, int | None]] = []  # not changed by f, with their versions
 
@@ -249,19 +260,21 @@ class Surroundings:
         except BaseException:
             self.back_to(None)
             raise
+        self._look_for_late_changes()
         if self.is_cast:
             torch.clear_autocast_cache()  # weights that were cast without a graph are no use to others
 
     @contextlib.contextmanager
     def refusing_draws(self, called: str) -> Iterator[None]:
         """Around evaluations that draw nothing, or else are an error. Buffers are left as they were."""
-        mark, mode = self.mark(), self.mode
+        mode, places = self.mode, [*self.changing, *self.late]
+        values = _values(places)
         self.mode = mode or Refused(called)
         try:
             yield
         finally:
             self.mode = mode
-            self.back_to(mark)
+            _restore(zip(places, values, strict=True))
 
     @contextlib.contextmanager
     def backward_pass(self) -> Iterator[None]:
@@ -270,12 +283,13 @@ class Surroundings:
         moved = [(x, then, now) for x, then, _ in self.others if then is not None and (now := x.tensor) is not then]
         for x, then, _ in moved:
             x.put(then)
-        mark = self.mark()
+        places = [*self.changing, *self.late]
+        values = _values(places)
         try:
             with self._uncast():
                 yield
         finally:
-            self.back_to(mark)
+            _restore(zip(places, values, strict=True))
             for x, _, now in moved:
                 x.put(now)
 
@@ -305,6 +319,12 @@ class Surroundings:
         found = [f"{', '.join(sorted(modes))} went from train to eval mode, or back"] if modes else []
         return ", and ".join([*found, *([f"{', '.join(buffers)} changed"] if buffers else [])])
 
+    def _look_for_late_changes(self) -> None:
+        changed = [x.holder for x, then, version in self.others if _has_changed(x.tensor, then, version)]
+        if changed:  # then its neighbours may be changed without being counted, as the statistics of a BatchNorm are
+            holders = set(changed)
+            self.late = [x for x, _, _ in self.others if x.holder in holders and x.can_be_undone]
+
     def _as_cast(self) -> contextlib.AbstractContextManager:
         if not self.is_cast:
             return contextlib.nullcontext()
@@ -315,6 +335,11 @@ class Surroundings:
         if not self.is_cast and not torch.is_autocast_enabled(self.device.type):
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, enabled=False, cache_enabled=self.caches)
+
+
+def _has_changed(x: Tensor | None, then: Tensor | None, version: int | None) -> bool:
+    """Whether x is another one than then (None: not known), or was changed since, as far as PyTorch counts that."""
+    return x is not None and ((then is not None and x is not then) or version_of(x) != version)
 
 
 Lent = list[tuple[Buffer, Tensor | None, Tensor]]  # places, what was there before, and the copy that is there now

@@ -49,7 +49,10 @@ class Buffer(NamedTuple):
         return id(self.module)
 
     def put(self, x: Tensor | None) -> None:
-        if self.tensor is not x:
+        buffers = self.module._buffers
+        if type(buffers) is dict and self.name in buffers:
+            buffers[self.name] = x  # as setattr, which takes its time
+        elif self.tensor is not x:
             setattr(self.module, self.name, x)
 
     @property
@@ -349,12 +352,14 @@ def _lend(values: Iterable[tuple[Buffer, Tensor]]) -> Lent:
     """Put a copy of each tensor in its place: a graph may hold it, and nothing has to be restored."""
     lent: Lent = []
     twins: dict[int, Tensor] = {}  # one for all places of a tensor
-    for x, value in values:
-        if id(value) not in twins:
-            with torch.inference_mode(False):  # for graphs
-                twins[id(value)] = value.clone()
-        lent.append((x, x.tensor, twins[id(value)]))
-        x.put(twins[id(value)])
+    # For graphs; the context takes longer than a copy.
+    with torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext():
+        for x, value in values:
+            twin = twins.get(id(value))
+            if twin is None:
+                twin = twins[id(value)] = value.clone()
+            lent.append((x, x.tensor, twin))
+            x.put(twin)
     return lent
 
 

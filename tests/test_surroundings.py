@@ -524,3 +524,273 @@ def test_tensors_of_inference_mode_may_be_args():
         for gradient in (tm.MALI(exact=True), tm.MALI(), tm.ACA()):
             y = tm.solve(lambda t, y, c: torch.tanh(y * w * c), y0, (0.0, 1.0), gradient=gradient, args=(c,)).y
             assert y.shape == (2, 4, 3)
+
+
+class Holder(nn.Module):
+    """f reads a buffer."""
+
+    held: Tensor
+
+    def __init__(self, held: Tensor):
+        super().__init__()
+        self.register_buffer("held", held)
+
+    def forward(self, t: Tensor, y: Tensor) -> Tensor:
+        return -(self.held @ y[:, None])[:, 0] if self.held.ndim == 2 else -y
+
+
+@pytest.mark.parametrize("buffers", ["update", "freeze"])
+@pytest.mark.parametrize("kind", ["coo", "csr", "nested", "jagged", "meta"])
+@pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:The PyTorch API of nested")
+def test_buffers_that_cannot_be_compared_are_left_alone(kind, buffers):
+    """The matrix of a graph, above all."""
+    eye, parts = torch.eye(4), [torch.ones(2), torch.ones(3)]
+    held = {
+        "coo": eye.to_sparse,
+        "csr": eye.to_sparse_csr,
+        "nested": lambda: torch.nested.nested_tensor(parts),
+        "jagged": lambda: torch.nested.nested_tensor(parts, layout=torch.jagged),
+        "meta": lambda: torch.ones(3, device="meta"),
+    }[kind]()
+    f, y0 = Holder(held), torch.ones(4, requires_grad=True)
+    how: Any = {"controller": FIXED, "gradient": tm.ACA(), "buffers": buffers}
+    if kind in ("nested", "jagged"):
+        f.forward = lambda t, y: -y
+    y = tm.solve(f, y0, (0.0, 1.0), **how).y
+    y[-1].sum().backward()
+    plain = tm.solve(lambda t, y: -y, torch.ones(4), (0.0, 1.0), controller=FIXED).y
+    torch.testing.assert_close(y, plain)
+    assert f.held is held
+
+
+def test_a_sparse_buffer_that_f_changes_is_named():
+    f = Holder(torch.eye(4).to_sparse())
+    f.register_forward_pre_hook(lambda *_: (f.held.mul_(2), None)[1])
+    with pytest.raises(tm.NonRepeatableField, match="held of Holder, which cannot be undone"):
+        tm.solve(f, torch.ones(4), (0.0, 1.0), controller=FIXED)
+
+
+@pytest.mark.parametrize("place", ["buffer", "args", "closure"])
+def test_expanded_tensors_do_not_hide_what_is_wrong_with_f(place):
+    wide = torch.ones(1).expand(4)
+    holder = Holder(wide)
+    fs = {
+        "buffer": lambda t, y: holder(t, y)[:2],
+        "args": lambda t, y, wide: y[:2],
+        "closure": lambda t, y: (y * wide)[:2],
+    }
+    with pytest.raises(tm.InvalidField, match="shape"):
+        tm.solve(fs[place], torch.ones(4), (0.0, 1.0), controller=FIXED, args=(wide,) if place == "args" else ())
+
+
+@pytest.mark.parametrize("buffers", ["update", "freeze"])
+def test_an_expanded_buffer_of_nan_is_no_change(buffers):
+    f, y0 = Holder(torch.tensor([torch.nan]).expand(4)), torch.ones(4, requires_grad=True)
+    y = tm.solve(f, y0, (0.0, 1.0), controller=tm.AdaptiveStep(1e-3, 1e-4, h0=1.0), buffers=buffers).y
+    y.sum().backward()
+    assert f.held.isnan().all()
+
+
+class Coming(nn.Module):
+    """Two buffers that f changes, one of which comes and goes."""
+
+    a: Tensor | None
+    b: Tensor
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("a", torch.zeros(2))
+        self.register_buffer("b", torch.zeros(3))
+
+    def forward(self, t: Tensor, y: Tensor) -> Tensor:
+        self.a = torch.zeros(2) if self.a is None else None
+        self.b.add_(1.0)
+        return -y
+
+
+@pytest.mark.parametrize("buffers", ["update", "freeze"])
+@pytest.mark.parametrize("method", [tm.Naive(), *REPLAYS], ids=repr)
+def test_a_buffer_that_is_none_at_times_is_not_exchanged_with_another(method, buffers):
+    f, y0 = Coming(), torch.ones(3, requires_grad=True)
+    n_calls = 5 if buffers == "update" else 0
+    y = tm.solve(f, y0, (0.0, 1.0), controller=tm.FixedStep(0.2), gradient=method, buffers=buffers).y
+    for _ in range(2):
+        assert torch.equal(f.b, torch.full((3,), float(n_calls)))
+        assert (f.a is None) == (n_calls == 5)
+        if y.requires_grad:
+            y.sum().backward()
+            y = y.detach()
+
+
+class Counter(nn.Module):
+    """f changes a buffer, and then uses it."""
+
+    c: Tensor
+
+    def __init__(self, replaces: bool = False):
+        super().__init__()
+        self.register_buffer("c", torch.ones(3, dtype=torch.float64))
+        self.w, self.replaces = nn.Parameter(torch.ones(3, dtype=torch.float64)), replaces
+
+    def forward(self, t: Tensor, y: Tensor) -> Tensor:
+        if self.replaces:
+            self.c = self.c + 1
+        else:
+            self.c.add_(1.0)
+        return -self.w * y * self.c
+
+
+@pytest.mark.parametrize("replaces", [False, True])
+@pytest.mark.parametrize(
+    ("method", "solver"),
+    [*((m, tm.ALF()) for m in [tm.Naive(), *REPLAYS]), (tm.Naive(), tm.RK4()), (tm.ACA(), tm.RK4())],
+    ids=repr,
+)
+def test_a_frozen_buffer_that_f_changes_and_uses_is_differentiated_as_it_was_used(method, solver, replaces):
+    f, y0 = Counter(replaces), torch.ones(3, dtype=torch.float64)
+    c = f.c
+    how: dict[str, Any] = {"solver": solver, "controller": FIXED}
+    grads, _ = gradient(f, y0, gradient=method, buffers="freeze", **how)
+    plain = Counter()
+    plain.forward = lambda t, y: -plain.w * y * 2
+    exact, _ = gradient(plain, y0, gradient=tm.Naive(), **how)
+    assert difference(grads, exact) < 1e-12
+    assert f.c is c and f.c._version == 0 and torch.equal(c, torch.ones_like(c))
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("method", [tm.Naive(), *REPLAYS], ids=repr)
+def test_frozen_buffers_are_lent_in_any_mode(method, mode):
+    f, y0 = Counter(), torch.ones(3, dtype=torch.float64)
+    with mode():
+        y = tm.solve(f, y0, (0.0, 1.0), controller=FIXED, gradient=method, buffers="freeze").y
+    expected = tm.solve(lambda t, y: -2 * y, y0, (0.0, 1.0), controller=FIXED, gradient=method).y
+    torch.testing.assert_close(torch.tensor(y.tolist()), expected.float())
+    assert torch.equal(f.c, torch.ones_like(f.c))
+
+
+def test_a_frozen_buffer_in_two_places_is_one():
+    f, g = Counter(), Counter()
+    g.c = c = f.c
+
+    def func(t: Tensor, y: Tensor) -> Tensor:
+        f(t, y)
+        return -y * g.c
+
+    y0 = torch.ones(3, dtype=torch.float64, requires_grad=True)
+    grads = [
+        torch.autograd.grad(tm.solve(h, y0, (0.0, 1.0), controller=FIXED, buffers="freeze").y[-1].sum(), y0)[0]
+        for h in (func, lambda t, y: -2 * y)
+    ]
+    assert difference(*grads) < 1e-12
+    assert f.c is c and g.c is c and c.sum() == 3
+
+
+@pytest.mark.parametrize("place", ["closure", "args", "view"])
+@pytest.mark.parametrize("method", [tm.Naive(), tm.ACA(), tm.MALI()], ids=repr)
+def test_a_frozen_tensor_that_cannot_be_lent_is_an_error_where_its_old_values_are_wanted(method, place):
+    c, f = torch.ones(3, dtype=torch.float64), Counter()
+    f.c = c[:] if place == "view" else f.c
+
+    def func(t: Tensor, y: Tensor, lent: Tensor = c) -> Tensor:
+        lent.add_(1.0)
+        return -f.w * y * (f.c if place == "view" else lent)
+
+    y0, args = torch.ones(3, dtype=torch.float64, requires_grad=True), (c,) if place == "args" else ()
+    y = tm.solve(func, y0, (0.0, 1.0), controller=FIXED, gradient=method, args=args, buffers="freeze").y
+    assert torch.equal(c, torch.ones_like(c))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y[-1].sum().backward()
+    assert torch.equal(c, torch.ones_like(c))
+
+
+@pytest.mark.parametrize("method", [tm.Naive(), *REPLAYS], ids=repr)
+def test_frozen_statistics_that_f_lends_to_a_module_stay(method):
+    f, y0 = block(p=0.0)
+    exact, _ = gradient(copy.deepcopy(f), y0, controller=FIXED, gradient=tm.Naive())
+    held = {name: x.clone() for name, x in f.named_buffers()}
+    y0, params = y0.requires_grad_(), dict(f.named_parameters())
+
+    def func(t: Tensor, y: Tensor) -> Tensor:
+        return functional_call(f, {**params, **held}, (t, y))
+
+    how: Any = {"params": list(params.values()), "buffers": "freeze"}
+    y = tm.solve(func, y0, (0.0, 1.0), controller=FIXED, gradient=method, **how).y
+    grads = torch.autograd.grad(y[-1].square().sum(), [y0, *params.values()])
+    assert difference(torch.cat([g.flatten() for g in grads]), exact) < 1e-12
+    assert all(torch.equal(held[name], x) for name, x in f.named_buffers())
+
+
+class Descent(nn.Module):
+    """Along the gradient of a potential with a BatchNorm in it, by autograd."""
+
+    def __init__(self):
+        super().__init__()
+        self.lin, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+
+    def forward(self, t: Tensor, y: Tensor) -> Tensor:
+        energy = torch.tanh(self.norm(self.lin(y))).sum()
+        return torch.autograd.grad(energy, y, create_graph=True)[0]
+
+
+@pytest.mark.parametrize("buffers", ["update", "freeze"])
+@pytest.mark.parametrize(
+    ("method", "solver"),
+    [*((m, tm.ALF()) for m in [tm.Naive(), *REPLAYS]), (tm.Naive(), tm.Euler()), (tm.ACA(), tm.Euler())],
+    ids=repr,
+)
+def test_an_f_that_takes_derivatives_updates_statistics_once_per_evaluation(method, solver, buffers):
+    torch.manual_seed(0)
+    f, y0 = Descent(), torch.randn(8, 4)
+    tm.solve(f, y0, (0.0, 1.0), solver=solver, controller=tm.FixedStep(0.5), gradient=method, buffers=buffers)
+    assert f.norm.num_batches_tracked is not None
+    assert int(f.norm.num_batches_tracked) == (2 if buffers == "update" else 0)
+    fresh = Descent()
+    assert fresh.norm.running_mean is not None and f.norm.running_mean is not None
+    assert torch.equal(f.norm.running_mean, fresh.norm.running_mean) == (buffers == "freeze")
+
+
+class Late(nn.Module):
+    """f changes buffers in the second half only."""
+
+    n: Tensor
+    m: Tensor
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+        self.register_buffer("n", torch.zeros(()))
+        self.register_buffer("m", torch.zeros(()))
+
+    def forward(self, t: Tensor, y: Tensor) -> Tensor:
+        if t > 0.5:
+            self.n += 1
+            self.m = self.m + 1
+            self.norm(y)
+        return -y
+
+
+@pytest.mark.parametrize("is_loose", [False, True])
+@pytest.mark.parametrize("method", [tm.Naive(), *REPLAYS], ids=repr)
+def test_buffers_that_f_changes_late_are_not_changed_by_the_backward_pass(method, is_loose):
+    f, y0 = Late(), torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
+    f.norm.double()
+    # m is replaced, and f's dict has no place that is watched.
+    held = {name: x.clone() for name, x in f.named_buffers() if name != "m"}
+    func = (lambda t, y: functional_call(f, held, (t, y))) if is_loose else f
+    y = tm.solve(func, y0, (0.0, 1.0), controller=FIXED, gradient=method).y
+    now = held if is_loose else dict(f.named_buffers())
+    before = copy.deepcopy(now)
+    assert now["n"] == now["norm.num_batches_tracked"] == 5
+    y.sum().backward()
+    now = held if is_loose else dict(f.named_buffers())
+    assert all(torch.equal(now[name], x) for name, x in before.items())
+
+
+def test_an_f_that_reads_what_it_changes_late_is_named():
+    f, y0 = Late(), torch.ones(5, 3, requires_grad=True)
+    y = tm.solve(lambda t, y: f(t, y) * (1 + f.n), y0, (0.0, 1.0), controller=FIXED, gradient=tm.ACA()).y
+    n = f.n.clone()
+    with pytest.raises(tm.NonRepeatableField, match="n of Late"):
+        y.sum().backward()
+    assert torch.equal(f.n, n)

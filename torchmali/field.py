@@ -175,6 +175,8 @@ class Field:
     def _tried(self, evaluate: Callable[[Time, Tensors], Tensors], t: Time, z: Tensors) -> Tensors:
         """f may take derivatives by y itself, and expect a y that it can differentiate by."""
         if not self.needs_graph:
+            around = self.surroundings
+            mark = around.mark() if self.n_careful <= 2 else ()
             try:
                 return evaluate(t, z)
             except RuntimeError as error:
@@ -182,7 +184,7 @@ class Field:
                     raise
             self.needs_graph = True
             self.n_evals -= 1
-            self.surroundings.draw_again()
+            around.try_again(mark)
         return self._at(t, z) if _is_followed(z) else self._recorded(self._at, t, z)
 
     def _recorded(self, evaluate: Callable[[Time, Tensors], Tensors], t: Time, z: Tensors) -> Tensors:

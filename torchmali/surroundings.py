@@ -17,18 +17,20 @@ from __future__ import annotations
 import contextlib
 import copy
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.autograd.graph import increment_version
 
 from torchmali.randomness import Draws, First, Redirected, Refused, Source
 from torchmali.solution import InvalidField, NonRepeatableField, require
 
 LARGE = 2**20  # bytes: a buffer beyond this is a table, not a statistic; f may read it, but not change it
+BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # to compare, by size
 SMALL = 2**16  # bytes: a tensor outside of modules up to this may be a statistic
 
 
@@ -39,16 +41,24 @@ class Buffer(NamedTuple):
     name: str
 
     @property
-    def tensor(self) -> Tensor:
+    def tensor(self) -> Tensor | None:
         return getattr(self.module, self.name)
 
+    @property
+    def holder(self) -> int:
+        return id(self.module)
+
     def put(self, x: Tensor | None) -> None:
-        if self.tensor is not x:
+        buffers = self.module._buffers
+        if type(buffers) is dict and self.name in buffers:
+            buffers[self.name] = x  # as setattr, which takes its time
+        elif self.tensor is not x:
             setattr(self.module, self.name, x)
 
     @property
     def can_be_undone(self) -> bool:
-        return self.tensor.nbytes <= LARGE
+        x = self.tensor
+        return x is not None and _has_values(x) and x.nbytes <= LARGE
 
     def __str__(self) -> str:
         return f"{self.name} of {type(self.module).__name__}"
@@ -62,6 +72,10 @@ class Loose(NamedTuple):
     @property
     def tensor(self) -> Tensor | None:
         return self.there()
+
+    @property
+    def holder(self) -> int:
+        return 0  # f itself, for all of them
 
     def put(self, x: Tensor | None) -> None:
         pass  # it has no place where it could be replaced
@@ -88,7 +102,7 @@ class Value(NamedTuple):
     """What a buffer was."""
 
     tensor: Tensor
-    copy: Tensor | None  # None: it is too large
+    copy: Tensor | None  # None: it is too large, or cannot be copied
     version: int | None
 
     @staticmethod
@@ -98,10 +112,10 @@ class Value(NamedTuple):
     def is_still(self, now: Tensor | None) -> bool:
         # A BatchNorm changes its statistics without counting it.
         same = now is self.tensor and version_of(self.tensor) == self.version
-        return same and (self.copy is None or torch.equal(self.tensor, self.copy))
+        return same and (self.copy is None or _are_equal(self.tensor, self.copy))
 
 
-Mark = Sequence[Value] | None  # None: from before the first evaluation
+Mark = Sequence[Value | None] | None  # None: from before the first evaluation; in it: a place without a tensor
 
 
 class Surroundings:
@@ -138,8 +152,13 @@ class Surroundings:
         self.random = Draws(self.source)
         self.mode: Redirected | None = None  # under which each evaluation runs
         self.operations: list[Any] = []  # of the first evaluation
-        self.changing: list[Changeable] = []  # by f
+        self.lent: list[tuple[Buffer, Tensor]] = []  # frozen ones that f changes: it works on copies of these values
+        self.changing: list[Changeable] = []  # by f, in their places
         self.at_first: list[Value] | None = None  # what they were in the beginning
+        self.late: list[
+            Changeable
+        ] = []  # among the others: changed in the forward pass, but not at the first evaluation
+        self.watched: list[tuple[Changeable, Value]] = []  # during the first evaluation
         self.others: list[tuple[Changeable, Tensor | None, int | None]] = []  # not changed by f, with their versions
 
     @property
@@ -155,7 +174,7 @@ class Surroundings:
     @property
     def is_active(self) -> bool:
         """Whether there is something to do around each evaluation."""
-        return self.mode is not None or self.is_cast or (self.freezes and bool(self.changing))
+        return self.mode is not None or self.is_cast or (self.freezes and bool(self.changing or self.lent))
 
     @property
     def synchronises(self) -> bool:
@@ -171,45 +190,68 @@ class Surroundings:
         found: list[Changeable] = [Buffer(m, name) for m in holders for name, _ in m.named_buffers(recurse=False)]
         there = [(x, tensor) for x in [*found, *self.loose] if (tensor := x.tensor) is not None]
         watched = [(x, Value.of(tensor, x.can_be_undone)) for x, tensor in there]
+        lendable = _lendable(watched) if self.freezes else []
+        lent = _lend(lendable)
+        twins = {
+            id(before): Value(x, copy, version_of(x)) for (_, copy), (_, before, x) in zip(lendable, lent, strict=True)
+        }
+        self.watched = [
+            (x, twins.get(id(value.tensor), value) if isinstance(x, Buffer) else value) for x, value in watched
+        ]
         mode = First(self.random, may_differentiate, self.eps)
         try:
             with self._as_cast(), mode:
                 yield
+            are_still = [value.is_still(x.tensor) for x, value in self.watched]
         except BaseException:
-            _restore(watched)
+            _restore_changed(self.watched)
             raise
+        finally:
+            self.watched = []
+            _take_back(lent)
         self.random.advance()
         self.eps, self.operations = mode.eps, mode.operations
         if self.draws or (self.source.is_fresh and self.source.given is not None):
             self.mode = Redirected(self.random)
-        self.changing, self.at_first, self.others, large = [], [], [], []
-        for x, value in watched:
-            if value.is_still(x.tensor):
+        self.lent, self.changing, self.at_first, self.others, large = [], [], [], [], []
+        for (x, value), is_still in zip(watched, are_still, strict=True):
+            if is_still:
                 # A loose tensor is not kept alive for the sake of this comparison.
                 self.others.append((x, value.tensor if isinstance(x, Buffer) else None, value.version))
+            elif isinstance(x, Buffer) and (twin := twins.get(id(value.tensor))) is not None and twin.copy is not None:
+                self.lent.append((x, twin.copy))
             elif value.copy is not None:
                 self.changing.append(x)
                 self.at_first.append(value)
             elif isinstance(x, Buffer):
                 large.append(str(x))
-        what = f"f changes {', '.join(large)}, a buffer of more than {LARGE:,} bytes, which cannot be undone."
+        what = (
+            f"f changes {', '.join(large)}, which cannot be undone: a buffer of more than {LARGE:,} bytes, or one that "
+            "is sparse, nested or without values."
+        )
         require(not large, what, NonRepeatableField)
         self.modes = [m.training for m in self.modules]
         if self.freezes:
             self.back_to(self.at_first)
 
-    def draw_again(self) -> None:
-        """Before a second try of an evaluation."""
+    def try_again(self, mark: Mark) -> None:
+        """Before a second try of an evaluation. mark: from before the first one."""
+        if mark is None:
+            _restore_changed(self.watched)
+        else:
+            self.back_to(mark)
+            _lend(self.lent)
         self.random.restart()
 
     @contextlib.contextmanager
     def evaluation(self) -> Iterator[None]:
-        mark = self.mark() if self.freezes else ()
+        mark, lent = (self.mark(), _lend(self.lent)) if self.freezes else ((), [])
         self.random.restart()
         try:
             with self._as_cast(), self.mode or contextlib.nullcontext():
                 yield
         finally:
+            _take_back(lent)
             self.back_to(mark)
 
     @contextlib.contextmanager
@@ -221,19 +263,21 @@ class Surroundings:
         except BaseException:
             self.back_to(None)
             raise
+        self._look_for_late_changes()
         if self.is_cast:
             torch.clear_autocast_cache()  # weights that were cast without a graph are no use to others
 
     @contextlib.contextmanager
     def refusing_draws(self, called: str) -> Iterator[None]:
         """Around evaluations that draw nothing, or else are an error. Buffers are left as they were."""
-        mark, mode = self.mark(), self.mode
+        mode, places = self.mode, [*self.changing, *self.late]
+        values = _values(places)
         self.mode = mode or Refused(called)
         try:
             yield
         finally:
             self.mode = mode
-            self.back_to(mark)
+            _restore(zip(places, values, strict=True))
 
     @contextlib.contextmanager
     def backward_pass(self) -> Iterator[None]:
@@ -242,12 +286,13 @@ class Surroundings:
         moved = [(x, then, now) for x, then, _ in self.others if then is not None and (now := x.tensor) is not then]
         for x, then, _ in moved:
             x.put(then)
-        mark = self.mark()
+        places = [*self.changing, *self.late]
+        values = _values(places)
         try:
             with self._uncast():
                 yield
         finally:
-            self.back_to(mark)
+            _restore(zip(places, values, strict=True))
             for x, _, now in moved:
                 x.put(now)
 
@@ -264,10 +309,10 @@ class Surroundings:
         """What the buffers that f changes are now, to come `back_to`."""
         if self.at_first is None:
             return None
-        return [Value.of(tensor) for x in self.changing if (tensor := x.tensor) is not None]
+        return _values(self.changing)
 
     def back_to(self, mark: Mark) -> None:
-        _restore(list(zip(self.changing, self.at_first or () if mark is None else mark, strict=False)))
+        _restore(zip(self.changing, self.at_first or () if mark is None else mark, strict=False))
 
     def changes(self) -> str:
         """What is not as it was at the first evaluation, in words."""
@@ -276,6 +321,12 @@ class Surroundings:
         buffers = [str(x) for x, tensor, version in now if tensor is not None and version_of(tensor) != version]
         found = [f"{', '.join(sorted(modes))} went from train to eval mode, or back"] if modes else []
         return ", and ".join([*found, *([f"{', '.join(buffers)} changed"] if buffers else [])])
+
+    def _look_for_late_changes(self) -> None:
+        changed = [x.holder for x, then, version in self.others if _has_changed(x.tensor, then, version)]
+        if changed:  # then its neighbours may be changed without being counted, as the statistics of a BatchNorm are
+            holders = set(changed)
+            self.late = [x for x, _, _ in self.others if x.holder in holders and x.can_be_undone]
 
     def _as_cast(self) -> contextlib.AbstractContextManager:
         if not self.is_cast:
@@ -289,14 +340,84 @@ class Surroundings:
         return torch.autocast(self.device.type, enabled=False, cache_enabled=self.caches)
 
 
-def _restore(values: Sequence[tuple[Changeable, Value]]) -> None:
+def _has_changed(x: Tensor | None, then: Tensor | None, version: int | None) -> bool:
+    """Whether x is another one than then (None: not known), or was changed since, as far as PyTorch counts that."""
+    return x is not None and ((then is not None and x is not then) or version_of(x) != version)
+
+
+Lent = list[tuple[Buffer, Tensor | None, Tensor]]  # places, what was there before, and the copy that is there now
+
+
+def _lend(values: Iterable[tuple[Buffer, Tensor]]) -> Lent:
+    """Put a copy of each tensor in its place: a graph may hold it, and nothing has to be restored."""
+    lent: Lent = []
+    twins: dict[int, Tensor] = {}  # one for all places of a tensor
+    # For graphs; the context takes longer than a copy.
+    with torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext():
+        for x, value in values:
+            twin = twins.get(id(value))
+            if twin is None:
+                twin = twins[id(value)] = value.clone()
+            lent.append((x, x.tensor, twin))
+            x.put(twin)
+    return lent
+
+
+def _take_back(lent: Lent) -> None:
+    for x, before, _ in lent:
+        x.put(before)
+
+
+def _lendable(watched: Sequence[tuple[Changeable, Value]]) -> list[tuple[Buffer, Tensor]]:
+    """Places of buffers, with their copies: those that f finds in modules alone, in memory that no other tensor has."""
+    plain = [(x, value.tensor, value.copy) for x, value in watched if _is_plain(value.tensor)]
+    owners: dict[int, set[int]] = {}  # of memory
+    copies: dict[int, Tensor] = {}  # one for all places of a tensor
+    for x, tensor, copy_ in plain:
+        is_buffer = isinstance(x, Buffer)
+        owners.setdefault(tensor.untyped_storage().data_ptr(), set()).add(id(tensor) if is_buffer else id(x))
+        if is_buffer and copy_ is not None and not tensor.requires_grad:
+            copies.setdefault(id(tensor), copy_)
+    alone = [(x, tensor) for x, tensor, _ in plain if len(owners[tensor.untyped_storage().data_ptr()]) == 1]
+    return [(x, copies[id(tensor)]) for x, tensor in alone if isinstance(x, Buffer) and id(tensor) in copies]
+
+
+def _values(places: Sequence[Changeable]) -> list[Value | None]:
+    """What is there now; None where there is no tensor."""
+    return [None if (x := place.tensor) is None else Value.of(x, _has_values(x)) for place in places]
+
+
+def _restore(values: Iterable[tuple[Changeable, Value | None]]) -> None:
     for x, value in values:
-        x.put(value.tensor)
-        if value.copy is not None:
-            value.tensor.data.copy_(value.copy)  # data: a BatchNorm saves its statistics for its own backward
+        x.put(None if value is None else value.tensor)
+        # One that overlaps itself, as an expanded one does, cannot be written to, not by f either.
+        if value is None or value.copy is None or torch._debug_has_internal_overlap(value.tensor) == 1:
+            continue
+        is_counted = version_of(value.tensor) != value.version
+        value.tensor.data.copy_(value.copy)  # data: a BatchNorm saves its statistics for its own backward
+        if is_counted:  # a graph that holds what f made of it must not take this for it
+            increment_version(value.tensor)
+
+
+def _restore_changed(values: Iterable[tuple[Changeable, Value]]) -> None:
+    """Others are not written to: their memory may be read-only."""
+    _restore([(x, value) for x, value in values if not value.is_still(x.tensor)])
+
+
+def _are_equal(x: Tensor, y: Tensor) -> bool:
+    """Whether all values are the same; nan is the same as nan."""
+    if not (x.is_floating_point() and _is_plain(x)) or x.is_neg():
+        return torch.equal(x, y)
+    bits = BITS[x.itemsize]
+    return torch.equal(x.detach().view(bits), y.view(bits))
+
+
+def _has_values(x: Tensor) -> bool:
+    """Whether its values can be copied and compared."""
+    return x.layout == torch.strided and not x.is_meta and not x.is_nested
 
 
 def _is_plain(x: Tensor) -> bool:
     """Not one that could not be copied and compared: a subclass, a sparse one, or one within torch.func."""
     wrapped = is_functorch_wrapped_tensor(x)
-    return type(x) is Tensor and x.layout == torch.strided and not x.is_meta and not x.is_quantized and not wrapped
+    return type(x) is Tensor and _has_values(x) and not x.is_quantized and not wrapped

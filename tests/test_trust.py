@@ -130,6 +130,19 @@ def test_components_that_pass_through_zero_raise_no_alarm():
         assert difference(found, gradient(f, y0, [0.0, 2 * math.pi], gradient=tm.ACA(), **how)) < 1e-5
 
 
+@pytest.mark.parametrize("method", [tm.MALI(), tm.MALI(checkpoint_every=None)], ids=repr)
+def test_a_component_that_starts_at_rest_in_zero_is_judged_on_the_scale_of_its_row(method):
+    """z = v = 0 gives it no scale of its own, and the round-off of the way back is not infinite."""
+    y0 = torch.tensor([1.0, 0.0], dtype=torch.float64, requires_grad=True)
+
+    def f(t: Tensor, y: Tensor) -> Tensor:
+        return torch.stack([-y[1], 1.3 * t * y[0]])
+
+    got = tm.solve(f, y0, [0.0, 1.0], controller=tm.FixedStep(0.1), gradient=method)
+    _, messages = told(lambda: torch.autograd.grad(got.y[-1].sum(), y0))
+    assert got.stats.reconstruction_error < 1e-14 and not messages
+
+
 # Integers and memory layouts: dropout masks follow the layout of what they are drawn for.
 
 

@@ -143,6 +143,84 @@ def test_a_component_that_starts_at_rest_in_zero_is_judged_on_the_scale_of_its_r
     assert got.stats.reconstruction_error < 1e-14 and not messages
 
 
+# What a large state, or a large batch, hides.
+
+
+def beside_one_that_contracts(
+    n: int, k: float, h: float, solver: tm.ALF, dtype: torch.dtype, clock: float | None = None, logs: Any = None
+) -> tuple[float, tm.Stats]:
+    """How far off MALI's gradient is where 1 of n components contracts, and moves another. logs: a cast for a log."""
+    p = torch.tensor(0.7, dtype=dtype, requires_grad=True)
+    y0 = torch.linspace(1.1, 2, n, dtype=dtype)
+
+    def f(t: Tensor, y: Tensor) -> Tensor:
+        if logs is not None:
+            y.detach().to(logs)
+        rest = -0.1 * y[2:] if clock is None else torch.cat([-0.1 * y[2:-1], torch.ones_like(y[-1:])])
+        return torch.cat([-k * (y[:1] - 1), p * torch.sin(3 * y[:1]) * y[1:2], rest])
+
+    if clock is not None:
+        y0[-1] = clock
+    how: dict[str, Any] = {"solver": solver, "controller": tm.FixedStep(h)}
+    exact, _ = told(lambda: tm.solve(f, y0, [0.0, 1.0], gradient=tm.Naive(), **how))
+    (found, stats), _ = told(lambda: _derivative(tm.solve(f, y0, [0.0, 1.0], **how), p))
+    return difference(found, _derivative(exact, p)[0]), stats
+
+
+def _derivative(got: tm.Solution, p: Tensor) -> tuple[Tensor, tm.Stats]:
+    return torch.autograd.grad(got.y[-1][1], p)[0], got.stats
+
+
+@pytest.mark.parametrize("clock", [None, 1e6])
+@pytest.mark.parametrize(
+    ("k", "h", "order", "dtype", "limit"),
+    [(25.0, 0.005, 6, torch.float64, 1e-12), (10.0, 0.02, 4, torch.float32, 1e-5)],
+)
+@pytest.mark.parametrize("n", [4, 200])
+def test_a_component_that_contracts_in_a_large_state_is_solved_again(n, k, h, order, dtype, limit, clock):
+    off, stats = beside_one_that_contracts(n, k, h, tm.ALF(order, refresh="never"), dtype, clock)
+    assert off < limit and stats.n_reruns == 1
+
+
+@pytest.mark.parametrize(
+    ("k", "h", "order", "dtype", "limit"),
+    [
+        (15.0, 0.02, 6, torch.float64, 1e-12),
+        (20.0, 0.002, 2, torch.float64, 1e-8),
+        (9.0, 0.02, 4, torch.float32, 2e-5),  # drifts that are judged by what they do to the gradient
+        (10.0, 0.02, 4, torch.float32, 2e-5),
+    ],
+)
+def test_a_few_rows_that_contract_in_a_large_batch_are_solved_again(k, h, order, dtype, limit):
+    """6 rows of 400: their share of the whole gradient is small, and their own is to be right."""
+    torch.manual_seed(0)
+    rate = torch.full((400,), 0.1, dtype=dtype)
+    rate[:6] = k
+    p, y0 = torch.full((400,), 0.7, dtype=dtype, requires_grad=True), torch.rand(400, 8, dtype=dtype) + 1
+
+    def f(t: Tensor, y: Tensor) -> Tensor:
+        a, b = y[:, 0], y[:, 1]
+        return torch.cat([torch.stack([-rate * (a - 1), p * torch.sin(3 * a) * b], 1), -0.1 * y[:, 2:]], 1)
+
+    def grads(method: tm.GradientMethod) -> tuple[Tensor, tm.Stats]:
+        how: dict[str, Any] = {"solver": tm.ALF(order, refresh="never"), "controller": tm.FixedStep(h)}
+        got = tm.solve(f, y0, [0.0, 1.0], gradient=method, **how)
+        return torch.autograd.grad(got.y[-1][:, 1].square().sum(), p)[0], got.stats
+
+    (exact, _), _ = told(lambda: grads(tm.Naive()))
+    (found, stats), _ = told(lambda: grads(tm.MALI()))
+    assert difference(found[:6], exact[:6]) < limit and stats.n_reruns == 1
+
+
+def test_a_benign_solve_of_many_components_evaluates_f_no_more_often():
+    """Components that are small by chance drift more on their own scale, and that says nothing."""
+    net, y0 = mlp(), 0.5 * torch.randn(512, 64)
+    got = tm.solve(lambda t, y: net(y), y0.requires_grad_(), [0.0, 1.0], controller=tm.FixedStep(0.02))
+    torch.autograd.grad(got.y[-1].square().sum(), y0)
+    assert (got.stats.n_evals_backward, got.stats.n_reruns) == (51, 0)
+    assert got.stats.reconstruction_error > 1e-5
+
+
 # Integers and memory layouts: dropout masks follow the layout of what they are drawn for.
 
 

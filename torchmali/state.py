@@ -273,7 +273,10 @@ class Floats(State):
     def _drift(
         self, truth: Floats, i: int, span: float, limits: tuple[float, float], end: Floats | None = None
     ) -> Tensor:
-        """The four numbers of a Drift, for leaf i. end: to give a scale to components that have none, else nan or infinite."""
+        """The four numbers of a Drift, for leaf i.
+
+        end: to give a scale to components that have none; without it they make nan or infinity.
+        """
         size = rows(truth._size(i, span))
         largest = size.amax(1, keepdim=True)
         if end is not None:

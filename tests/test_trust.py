@@ -374,6 +374,29 @@ def test_an_f_that_computes_in_float32_does_not_drift_by_its_own_rounding():
     assert got.stats.n_reruns == 0 and g.isfinite().all()
 
 
+@pytest.mark.parametrize("logs", [None, torch.float32, torch.bfloat16])
+def test_a_cast_whose_result_is_not_used_hides_no_drift(logs):
+    off, stats = beside_one_that_contracts(3, 30.0, 0.01, tm.ALF(6), torch.float64, logs=logs)
+    assert off < 1e-11 and stats.n_reruns == 1
+
+
+@pytest.mark.parametrize("kind", ["alone", "beside a finer term", "in half of the components"])
+def test_an_f_that_computes_in_bfloat16_is_not_solved_again_for_its_own_rounding(kind):
+    """Large enough for some state to be rounded to another bfloat16 on the way back, which is far beyond float32."""
+    net, y0 = mlp().bfloat16(), torch.randn(1024, 64, requires_grad=True)
+
+    def f(t: Tensor, y: Tensor) -> Tensor:
+        u = net(y.bfloat16()).float()
+        if kind == "alone":
+            return u
+        return u - 0.1 * y if kind == "beside a finer term" else torch.cat([y[:, 32:], u[:, :32]], 1)
+
+    got = tm.solve(f, y0, [0.0, 1.0], controller=tm.FixedStep(0.02))
+    _, messages = told(lambda: torch.autograd.grad(got.y[-1].square().sum(), y0))
+    assert got.stats.reconstruction_error > 1e-4  # or nothing is tested
+    assert got.stats.n_reruns == 0 and not messages
+
+
 # Solves of a few fixed steps.
 
 

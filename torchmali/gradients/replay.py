@@ -153,6 +153,12 @@ class Way:
     drift: float = 0.0  # the worst of what was rebuilt
     n_reruns: int = 0
     gain: float = 0.0  # how wrong the gradient would have been without them, relative
+    coarseness: float = 0.0  # of f, where it computes in lower precision: what it jumps by where z is rounded
+    is_sure: bool = True  # of that; else a cast was seen, whose result f may have no use for
+
+    def __post_init__(self):
+        around = self.f.surroundings
+        self.coarseness, self.is_sure = around.coarseness, around.is_cast
 
     def nothing(self, state: State) -> Cotangent:
         return Cotangent.zero(state, len(self.f.theta), len(self.outputs.outlet.theta), len(self.outputs.times))
@@ -217,7 +223,10 @@ class Way:
         if rebuilt.is_bounded:  # nothing but another f can lead astray there
             require_same(drift.component == 0)
         is_small = limits.hold(drift)
-        coarse = self.f.surroundings.coarseness  # f jumps where z is rounded, by the rounding of a whole row
+        if self.coarseness and not self.is_sure and not is_small:
+            self.is_sure = True
+            self.coarseness = self.coarseness if self._is_coarse(steps[-1].t1, after.point) else 0.0
+        coarse = self.coarseness
         self.drift = max(self.drift, drift.row if coarse else drift.component)
         if drift.row <= coarse if coarse else is_small:
             return True
@@ -226,6 +235,23 @@ class Way:
         if coarse or drift.row > limits.row:
             return False
         return self._effect(steps[0].t0, rebuilt, truth, span, a) <= limits.effect * math.sqrt(len(steps))
+
+    def _is_coarse(self, t: float, z: Tensors) -> bool:
+        """Whether f rounds z: moved by far less than that rounding, it does not follow as it does a larger move.
+
+        It stays where it is, or jumps, in a good part of its components. What does not depend on z tells nothing.
+        """
+        coarse = self.coarseness
+        move = math.sqrt(coarse * self.f.surroundings.eps_of_state)
+        with torch.no_grad():
+            here, near, far = (self.f(t, tuple(x * (1 + e) for x in z)) for e in (0.0, move, coarse))
+        parts = []
+        for u, x, y in zip(here, near, far, strict=True):
+            change, wanted = (x - u) / move, (y - u) / coarse
+            is_off = (change - wanted).abs() > wanted.abs() / 2
+            parts.append(torch.stack([is_off.sum(), ((change != 0) | (wanted != 0)).sum()]))
+        n_off, n_moved = torch.stack([part.to(parts[0]) for part in parts]).sum(0).tolist()
+        return n_off > n_moved / 4
 
     def _effect(self, t: float, rebuilt: State, truth: State, span: float, a: Cotangent) -> float:
         """How wrong the gradient may be because of a drift, relative: as if f had been differentiated for the whole of

@@ -35,13 +35,13 @@ class Limits(NamedTuple):
     row: float  # above this drift on the scale of a row it is not trusted: perhaps f is another function
     effect: float  # in between: by what the drift does to the gradient, relative, for each root of a step
 
-    def hold(self, drift: Drift) -> bool:
-        """Whether a drift is small whatever f is.
+    def hold(self, drift: Drift, rounding: float) -> bool:
+        """Whether a drift is small whatever f is. rounding: what round-off makes of a row where nothing amplifies it.
 
         Where all components of a row are off by `drift.row` of the largest, those smaller than drift.row / some of it
         are beyond `some`: about that share of them is, by chance. More of them drifted beside a large one.
         """
-        return drift.most < 1 / 2 and drift.row <= self.most and drift.some <= drift.row / self.some
+        return drift.most < 1 / 2 and drift.row <= max(self.most, rounding) and drift.some <= drift.row / self.some
 
 
 LIMITS = {
@@ -222,7 +222,7 @@ class Way:
         drift = rebuilt.distance(truth, after, self.solver.scale_of_v(span), limits[:2])
         if rebuilt.is_bounded:  # nothing but another f can lead astray there
             require_same(drift.component == 0)
-        is_small = limits.hold(drift)
+        is_small = limits.hold(drift, 8 * self.f.surroundings.eps_of_state * math.sqrt(len(steps)))
         if self.coarseness and not self.is_sure and not is_small:
             self.is_sure = True
             self.coarseness = self.coarseness if self._is_coarse(steps[-1].t1, after.point) else 0.0

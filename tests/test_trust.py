@@ -130,6 +130,97 @@ def test_components_that_pass_through_zero_raise_no_alarm():
         assert difference(found, gradient(f, y0, [0.0, 2 * math.pi], gradient=tm.ACA(), **how)) < 1e-5
 
 
+@pytest.mark.parametrize("method", [tm.MALI(), tm.MALI(checkpoint_every=None)], ids=repr)
+def test_a_component_that_starts_at_rest_in_zero_is_judged_on_the_scale_of_its_row(method):
+    """z = v = 0 gives it no scale of its own, and the round-off of the way back is not infinite."""
+    y0 = torch.tensor([1.0, 0.0], dtype=torch.float64, requires_grad=True)
+
+    def f(t: Tensor, y: Tensor) -> Tensor:
+        return torch.stack([-y[1], 1.3 * t * y[0]])
+
+    got = tm.solve(f, y0, [0.0, 1.0], controller=tm.FixedStep(0.1), gradient=method)
+    _, messages = told(lambda: torch.autograd.grad(got.y[-1].sum(), y0))
+    assert got.stats.reconstruction_error < 1e-14 and not messages
+
+
+# What a large state, or a large batch, hides.
+
+
+def beside_one_that_contracts(
+    n: int, k: float, h: float, solver: tm.ALF, dtype: torch.dtype, clock: float | None = None, logs: Any = None
+) -> tuple[float, tm.Stats]:
+    """How far off MALI's gradient is where 1 of n components contracts, and moves another. logs: a cast for a log."""
+    p = torch.tensor(0.7, dtype=dtype, requires_grad=True)
+    y0 = torch.linspace(1.1, 2, n, dtype=dtype)
+
+    def f(t: Tensor, y: Tensor) -> Tensor:
+        if logs is not None:
+            y.detach().to(logs)
+        rest = -0.1 * y[2:] if clock is None else torch.cat([-0.1 * y[2:-1], torch.ones_like(y[-1:])])
+        return torch.cat([-k * (y[:1] - 1), p * torch.sin(3 * y[:1]) * y[1:2], rest])
+
+    if clock is not None:
+        y0[-1] = clock
+    how: dict[str, Any] = {"solver": solver, "controller": tm.FixedStep(h)}
+    exact, _ = told(lambda: tm.solve(f, y0, [0.0, 1.0], gradient=tm.Naive(), **how))
+    (found, stats), _ = told(lambda: _derivative(tm.solve(f, y0, [0.0, 1.0], **how), p))
+    return difference(found, _derivative(exact, p)[0]), stats
+
+
+def _derivative(got: tm.Solution, p: Tensor) -> tuple[Tensor, tm.Stats]:
+    return torch.autograd.grad(got.y[-1][1], p)[0], got.stats
+
+
+@pytest.mark.parametrize("clock", [None, 1e6])
+@pytest.mark.parametrize(
+    ("k", "h", "order", "dtype", "limit"),
+    [(25.0, 0.005, 6, torch.float64, 1e-12), (10.0, 0.02, 4, torch.float32, 1e-5)],
+)
+@pytest.mark.parametrize("n", [4, 200])
+def test_a_component_that_contracts_in_a_large_state_is_solved_again(n, k, h, order, dtype, limit, clock):
+    off, stats = beside_one_that_contracts(n, k, h, tm.ALF(order, refresh="never"), dtype, clock)
+    assert off < limit and stats.n_reruns == 1
+
+
+@pytest.mark.parametrize(
+    ("k", "h", "order", "dtype", "limit"),
+    [
+        (15.0, 0.02, 6, torch.float64, 1e-12),
+        (20.0, 0.002, 2, torch.float64, 1e-8),
+        (9.0, 0.02, 4, torch.float32, 2e-5),  # drifts that are judged by what they do to the gradient
+        (10.0, 0.02, 4, torch.float32, 2e-5),
+    ],
+)
+def test_a_few_rows_that_contract_in_a_large_batch_are_solved_again(k, h, order, dtype, limit):
+    """6 rows of 400: their share of the whole gradient is small, and their own is to be right."""
+    torch.manual_seed(0)
+    rate = torch.full((400,), 0.1, dtype=dtype)
+    rate[:6] = k
+    p, y0 = torch.full((400,), 0.7, dtype=dtype, requires_grad=True), torch.rand(400, 8, dtype=dtype) + 1
+
+    def f(t: Tensor, y: Tensor) -> Tensor:
+        a, b = y[:, 0], y[:, 1]
+        return torch.cat([torch.stack([-rate * (a - 1), p * torch.sin(3 * a) * b], 1), -0.1 * y[:, 2:]], 1)
+
+    def grads(method: tm.GradientMethod) -> tuple[Tensor, tm.Stats]:
+        how: dict[str, Any] = {"solver": tm.ALF(order, refresh="never"), "controller": tm.FixedStep(h)}
+        got = tm.solve(f, y0, [0.0, 1.0], gradient=method, **how)
+        return torch.autograd.grad(got.y[-1][:, 1].square().sum(), p)[0], got.stats
+
+    (exact, _), _ = told(lambda: grads(tm.Naive()))
+    (found, stats), _ = told(lambda: grads(tm.MALI()))
+    assert difference(found[:6], exact[:6]) < limit and stats.n_reruns == 1
+
+
+def test_a_benign_solve_of_many_components_evaluates_f_no_more_often():
+    """Components that are small by chance drift more on their own scale, and that says nothing."""
+    net, y0 = mlp(), 0.5 * torch.randn(512, 64)
+    got = tm.solve(lambda t, y: net(y), y0.requires_grad_(), [0.0, 1.0], controller=tm.FixedStep(0.02))
+    torch.autograd.grad(got.y[-1].square().sum(), y0)
+    assert (got.stats.n_evals_backward, got.stats.n_reruns) == (51, 0)
+    assert got.stats.reconstruction_error > 1e-5
+
+
 # Integers and memory layouts: dropout masks follow the layout of what they are drawn for.
 
 
@@ -281,6 +372,29 @@ def test_an_f_that_computes_in_float32_does_not_drift_by_its_own_rounding():
     got = tm.solve(lambda t, y: net(y.float()).double(), y0, [0.0, 1.0], controller=tm.FixedStep(0.02))
     (g,) = torch.autograd.grad(got.y[-1].square().sum(), y0)
     assert got.stats.n_reruns == 0 and g.isfinite().all()
+
+
+@pytest.mark.parametrize("logs", [None, torch.float32, torch.bfloat16])
+def test_a_cast_whose_result_is_not_used_hides_no_drift(logs):
+    off, stats = beside_one_that_contracts(3, 30.0, 0.01, tm.ALF(6), torch.float64, logs=logs)
+    assert off < 1e-11 and stats.n_reruns == 1
+
+
+@pytest.mark.parametrize("kind", ["alone", "beside a finer term", "in half of the components"])
+def test_an_f_that_computes_in_bfloat16_is_not_solved_again_for_its_own_rounding(kind):
+    """Large enough for some state to be rounded to another bfloat16 on the way back, which is far beyond float32."""
+    net, y0 = mlp().bfloat16(), torch.randn(1024, 64, requires_grad=True)
+
+    def f(t: Tensor, y: Tensor) -> Tensor:
+        u = net(y.bfloat16()).float()
+        if kind == "alone":
+            return u
+        return u - 0.1 * y if kind == "beside a finer term" else torch.cat([y[:, 32:], u[:, :32]], 1)
+
+    got = tm.solve(f, y0, [0.0, 1.0], controller=tm.FixedStep(0.02))
+    _, messages = told(lambda: torch.autograd.grad(got.y[-1].square().sum(), y0))
+    assert got.stats.reconstruction_error > 1e-4  # or nothing is tested
+    assert got.stats.n_reruns == 0 and not messages
 
 
 # Solves of a few fixed steps.

@@ -261,14 +261,17 @@ class Floats(State):
         if not leaves:
             return Drift(0.0, 0.0, 0.0, 0.0)
         drift = _worst([self._drift(truth, i, span, limits) for i in leaves])
-        if any(map(math.isnan, drift)):  # perhaps of a component without a scale
+        if not all(map(math.isfinite, drift)):  # perhaps of a component without a scale: 0 / 0, or more / 0
             drift = _worst([self._drift(truth, i, span, limits, end) for i in leaves])
         return Drift(*(math.inf if math.isnan(x) else x for x in drift))
 
     def _drift(
         self, truth: Floats, i: int, span: float, limits: tuple[float, float], end: Floats | None = None
     ) -> Tensor:
-        """The four numbers of a Drift, for leaf i. end: to give a scale to components that have none, else nan."""
+        """The four numbers of a Drift, for leaf i.
+
+        end: to give a scale to components that have none; without it they make nan or infinity.
+        """
         size = rows(truth._size(i, span))
         largest = size.amax(1, keepdim=True)
         if end is not None:

@@ -146,7 +146,7 @@ class MALI(ReplayGradient):
                 f"{error}. Segments were solved again with more states kept, so the gradient is right, but took "
                 "longer and more memory (stats.n_reruns). MALI(exact=True) or a smaller checkpoint_every=K avoids that."
             )
-        elif not self.reruns and drift > max(way.f.surroundings.coarseness, TELL_LIMIT):
+        elif not self.reruns and drift > max(way.coarseness, TELL_LIMIT):
             warn(
                 f"{error}, or f is not the function it was in the forward pass, and the gradient is about as wrong. "
                 'Use MALI(checkpoint_every="auto") or MALI(exact=True), or gradient=ACA().'

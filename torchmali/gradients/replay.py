@@ -23,23 +23,32 @@ from torchmali.field import Field
 from torchmali.gradients.base import GradientMethod, Problem, forward, refuse_double_backward, require_same
 from torchmali.outlet import Outlet
 from torchmali.solvers.base import Cotangent, Inside, Passed, Solver, accumulate
-from torchmali.state import Floats, Memento, State, Tensors
+from torchmali.state import Drift, Floats, Memento, State, Tensors, rows
 from torchmali.tape import Event, Output, Refresh, Rescale, Step, Tape
 
 
 class Limits(NamedTuple):
     """How well a state has to be rebuilt for the gradient to be trusted."""
 
-    most: float  # where fewer than half of the components of each row drifted by more than this,
-    some: float  # and fewer than 1 in 64 by more than this, it is
-    row: float  # above this drift it is not: perhaps f is another function
+    most: float  # for half of the components of a row, each on its own scale, and for all on the scale of the row
+    some: float  # for all components, each on its own scale, but those that are small by chance
+    row: float  # above this drift on the scale of a row it is not trusted: perhaps f is another function
     effect: float  # in between: by what the drift does to the gradient, relative, for each root of a step
+
+    def hold(self, drift: Drift, rounding: float) -> bool:
+        """Whether a drift is small whatever f is. rounding: what round-off makes of a row where nothing amplifies it.
+
+        Where all components of a row are off by `drift.row` of the largest, those smaller than drift.row / some of it
+        are beyond `some`: about that share of them is, by chance. More of them drifted beside a large one.
+        """
+        return drift.most < 1 / 2 and drift.row <= max(self.most, rounding) and drift.some <= drift.row / self.some
 
 
 LIMITS = {
     torch.float32: Limits(1e-5, 1e-3, 1e-3, 40 * torch.finfo(torch.float32).eps),
     torch.float64: Limits(3e-11, 3e-10, 3e-10, 1e-10),
 }
+SMALL = 1e-3  # of the largest gradient: rows and parameters with less are judged on this scale
 
 
 class ReplayGradient(GradientMethod):
@@ -144,6 +153,12 @@ class Way:
     drift: float = 0.0  # the worst of what was rebuilt
     n_reruns: int = 0
     gain: float = 0.0  # how wrong the gradient would have been without them, relative
+    coarseness: float = 0.0  # of f, where it computes in lower precision: what it jumps by where z is rounded
+    is_sure: bool = True  # of that; else a cast was seen, whose result f may have no use for
+
+    def __post_init__(self):
+        around = self.f.surroundings
+        self.coarseness, self.is_sure = around.coarseness, around.is_cast
 
     def nothing(self, state: State) -> Cotangent:
         return Cotangent.zero(state, len(self.f.theta), len(self.outputs.outlet.theta), len(self.outputs.times))
@@ -205,12 +220,15 @@ class Way:
         span = steps[-1].t1 - steps[0].t0
         limits = self.limits
         drift = rebuilt.distance(truth, after, self.solver.scale_of_v(span), limits[:2])
-        coarse = self.f.surroundings.coarseness  # f jumps where z is rounded, by the rounding of a whole row
-        worst = drift.row if coarse else drift.component
-        self.drift = max(self.drift, worst)
         if rebuilt.is_bounded:  # nothing but another f can lead astray there
-            require_same(worst == 0)
-        if worst <= coarse if coarse else drift.most < 1 / 2 and drift.some < 1 / 64:
+            require_same(drift.component == 0)
+        is_small = limits.hold(drift, 8 * self.f.surroundings.eps_of_state * math.sqrt(len(steps)))
+        if self.coarseness and not self.is_sure and not is_small:
+            self.is_sure = True
+            self.coarseness = self.coarseness if self._is_coarse(steps[-1].t1, after.point) else 0.0
+        coarse = self.coarseness
+        self.drift = max(self.drift, drift.row if coarse else drift.component)
+        if drift.row <= coarse if coarse else is_small:
             return True
         if not self.reruns:
             return self.compares  # else states were kept, and f is another one
@@ -218,17 +236,43 @@ class Way:
             return False
         return self._effect(steps[0].t0, rebuilt, truth, span, a) <= limits.effect * math.sqrt(len(steps))
 
+    def _is_coarse(self, t: float, z: Tensors) -> bool:
+        """Whether f rounds z: moved by far less than that rounding, it does not follow as it does a larger move.
+
+        It stays where it is, or jumps, in a good part of its components. What does not depend on z tells nothing.
+        """
+        coarse = self.coarseness
+        move = math.sqrt(coarse * self.f.surroundings.eps_of_state)
+        with torch.no_grad():
+            here, near, far = (self.f(t, tuple(x * (1 + e) for x in z)) for e in (0.0, move, coarse))
+        parts = []
+        for u, x, y in zip(here, near, far, strict=True):
+            change, wanted = (x - u) / move, (y - u) / coarse
+            is_off = (change - wanted).abs() > wanted.abs() / 2
+            parts.append(torch.stack([is_off.sum(), ((change != 0) | (wanted != 0)).sum()]))
+        n_off, n_moved = torch.stack([part.to(parts[0]) for part in parts]).sum(0).tolist()
+        return n_off > n_moved / 4
+
     def _effect(self, t: float, rebuilt: State, truth: State, span: float, a: Cotangent) -> float:
         """How wrong the gradient may be because of a drift, relative: as if f had been differentiated for the whole of
         `span` where it is at the start, which is where it is largest.
+
+        The worst row of dL/dz or parameter counts: one bad row of a large batch shows.
         """
         _, wrong, _ = self.f.linearize(t, rebuilt.point, a.z)
         _, right, _ = self.f.linearize(t, truth.point, a.z)
-        pairs = [(x, y) for x, y in zip(wrong, right, strict=True) if x is not None and y is not None]
-        if not pairs:
+        off, size = [], []
+        for i, (x, y, whole) in enumerate(zip(wrong, right, a.sums, strict=True)):
+            if x is None or y is None or whole is None:
+                continue
+            for norms, g in ((off, x - y), (size, whole)):
+                norms.append(rows(g).norm(dim=1) if i < len(a.z) else g.norm()[None])
+        if not off:
             return 0.0
-        off, size = _norm([x - y for x, y in pairs]), _norm(a.sums)
-        return _quotient(abs(span) * off, size)
+        sizes, offs = (torch.cat([x.to(norms[0]) for x in norms]) for norms in (size, off))
+        offs, sizes = abs(span) * offs, torch.maximum(sizes, SMALL * sizes.amax())
+        effect = torch.where(offs == 0, 0.0, offs / sizes).amax().item()
+        return effect if math.isfinite(effect) else math.inf
 
     def _again(self, segment: Sequence[Event], state: State, after: State, a: Cotangent) -> Cotangent | None:
         """Solve a segment again from its start, keep about the root of its states, and walk back once more.

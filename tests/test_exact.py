@@ -321,6 +321,76 @@ def test_leaves_that_explode_one_after_the_other_are_widened_together():
         assert (found - truth).norm() < 1e-6 * truth.norm()
 
 
+GRID_ATTACKS = {  # f, y0, times, order, h: what a grid of one spacing, or one that is looked at too late, gets wrong
+    "a small element grows": (lambda t, y: torch.stack([0 * y[0], torch.sin(t) + 0 * y[1]]), [1.2345678, 1e-9], 2, 0.1),
+    "it grows by itself": (lambda t, y: torch.stack([0 * y[0], 10 * y[1]]), [1.2345678, 1e-9], 2, 0.05),
+    "it grows and turns": (lambda t, y: torch.stack([0 * y[0], torch.sin(t) * y[0].cos()]), [1.2345678, 1e-9], 2, 0.1),
+    "from zero to 1e13": (lambda t, y: 1e13 * torch.cos(t) + 0 * y, [0.0], 2, 0.1),
+    "from zero to 1e20": (lambda t, y: 1e20 * torch.cos(t) + 0 * y, [0.0], 4, 0.1),
+    "from a slope of zero": (lambda t, y: 1e14 * t + 0 * y, [1e13], 2, 0.1),
+    "zero beside 1000": (lambda t, y: torch.stack([y[0] / 2, 1e-5 * t + 0 * y[1]]), [1000.0, 0.0], 2, 0.05),
+    "zero beside 1000, less": (lambda t, y: torch.stack([y[0] / 2, 1e-3 * t + 0 * y[1]]), [1000.0, 0.0], 2, 0.05),
+    "scales that part": (lambda t, y: torch.stack([0 * y[0], -6 * y[1]]), [1.0, 1.0], 4, 0.05),
+    "1e20 and 1e-20": (lambda t, y: y / 2, [1e20, 1e-20], 2, 0.1),
+    "1e30 and 1e-30": (lambda t, y: y / 2, [1e30, 1e-30], 2, 0.1),
+}
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+@pytest.mark.parametrize("attack", GRID_ATTACKS)
+def test_each_element_is_followed_as_floats_follow_it(attack, adaptive):
+    func, start, order, h = GRID_ATTACKS[attack]
+    y0 = torch.tensor(start, requires_grad=True)
+    controller = tm.AdaptiveStep(1e-3, 1e-9, h_max=h) if adaptive else tm.FixedStep(h)
+    y, grads = {}, {}
+    for method in (EXACT, tm.ACA()):
+        got = tm.solve(func, y0, [0.0, 1.0], solver=tm.ALF(order=order), controller=controller, gradient=method)
+        y[method] = got.y[-1].detach()
+        grads[method] = torch.autograd.grad((got.y[-1] / y[method].abs().clamp(1e-30)).sum(), y0)[0]
+    # Elements one by one. Adaptive steps differ in their last bits, and so do their errors.
+    assert torch.allclose(y[EXACT], y[tm.ACA()], rtol=1e-3 if adaptive else 3e-6, atol=0.0)
+    assert torch.allclose(grads[EXACT], grads[tm.ACA()], rtol=1e-3 if adaptive else 3e-6, atol=1e-12)
+
+
+def test_an_element_of_1e_60_is_followed_beside_one():
+    y0 = torch.tensor([1.0, 1e-60], dtype=torch.float64)
+    y = tm.solve(lambda t, y: y / 2, y0, [0.0, 1.0], controller=tm.FixedStep(0.1), gradient=EXACT).y[-1]
+    assert (y[1] / y[0]).item() == pytest.approx(1e-60, rel=1e-12)
+
+
+def test_functions_that_raise_at_numbers_which_wrapped_round_are_called_again():
+    """One is 2^26 on the grid: 1 + 100 wraps round before anybody has looked."""
+
+    def positive(t, y):
+        if not bool((y > 0).all()):
+            raise ArithmeticError("y is negative")
+        return 100 + 0 * y
+
+    def observe(t, y):
+        return positive(t, y) * y.sum()
+
+    for controller in (tm.FixedStep(1.0), tm.AdaptiveStep(1e-3, 1e-3, h0=1.0)):
+        y = tm.solve(positive, torch.ones(1), [0.0, 3.0], controller=controller, gradient=EXACT).y[-1]
+        assert y.item() == pytest.approx(301)
+    how = {"controller": tm.FixedStep(1.0), "observe": observe}
+    found, truth = (
+        tm.solve(lambda t, y: 60 + 0 * y, torch.ones(1), [0.0, 1.0, 2.0, 3.0], gradient=method, **how).observed
+        for method in (EXACT, tm.ACA())
+    )
+    assert found is not None and torch.equal(found, truth)
+
+
+def test_an_error_of_f_itself_is_passed_on():
+    def fails(t, y):
+        if t > 1.3:
+            raise ArithmeticError("f fails here")
+        return 0 * y
+
+    for h in (0.1, 1.0):
+        with pytest.raises(ArithmeticError, match="f fails here"):
+            tm.solve(fails, torch.ones(1), [0.0, 3.0], controller=tm.FixedStep(h), gradient=EXACT)
+
+
 # 3. Any field, any state.
 
 

@@ -196,7 +196,11 @@ class Field:
 
     def _at(self, t: Time, z: Tensors) -> Tensors:
         self.needs_care = False  # the care has been taken
-        return self(t, z)
+        try:
+            return self(t, z)
+        except Exception:
+            self.needs_care = True  # f may be called again, on another grid
+            raise
 
     def as_in_backward(self, t: Time, z: Tensors) -> Tensors:
         """f(t, z) with the very operations of `linearize`."""

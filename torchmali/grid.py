@@ -562,7 +562,7 @@ class Range:
             self.measure(state)
         self.steps: list[Seen] = []  # since the last reading
         self.n_singly = 0  # steps to come that are read one by one
-        self.n_reflects = 0  # since the last look at the mixture of scales
+        self.n_reflects = PERIOD  # since the last look at the mixture of scales: the first reading is one
         self.is_fitted = False  # the grid was made for the step to come
 
     def measure(self, state: Grid) -> None:
@@ -675,14 +675,22 @@ class Range:
 
     def refitted(self, state: Grid, misfit: Misfit | None, margin: int, step: Callable[[State], Any]) -> Fitted | None:
         """A state on a grid on which a step fits, for its repetition; None: there is none. Calls `step` once."""
-        peaks = Peaks(state.point, state.slope)
-        step(peaks)
-        blank = [j for j, size in enumerate(self.sizes) if not size]
-        fitted = state.fitted(peaks, Misfit(misfit.mixed if misfit else (), blank), margin)
+        fitted = self._fitted(state, misfit.mixed if misfit else (), margin, step)
         if fitted is not None:
             self.measure(fitted.grid)
             self.is_fitted = True
         return fitted
+
+    def has_room(self, state: Grid, step: Callable[[State], Any]) -> bool:
+        """Whether a step fits the grid as it is. Calls `step` once."""
+        fitted = self._fitted(state, (), 0, step)
+        return fitted is not None and not fitted.undo
+
+    def _fitted(self, state: Grid, mixed: Collection[int], margin: int, step: Callable[[State], Any]) -> Fitted | None:
+        peaks = Peaks(state.point, state.slope)
+        step(peaks)
+        blank = [j for j, size in enumerate(self.sizes) if not size]
+        return state.fitted(peaks, Misfit(mixed, blank), margin)
 
     def go_singly(self) -> None:
         """From here on the range is read after every step, for a while."""

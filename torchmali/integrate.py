@@ -176,11 +176,21 @@ class _Loop:
             self._take_back()
 
     def _repeats(self, t: Time, t1: Time) -> bool:
-        """Go back and repeat a step in which f raised an error, if it may have been on account of the grid."""
-        if self.range is not None and self.range.n_steps:
+        """Go back and repeat a step in which f raised an error, if it was on account of numbers that did not fit."""
+        if self.range is None:
+            return False
+        unread = self.range.n_steps
+        are_right = not unread or self.range.judge(self.state, _read([self.range.signs(self.state)])).misfit is None
+        if are_right and self.range.has_room(self.state, lambda state: self._step(t, t1, state)):
+            return False
+        if unread:
             self._take_back()
             return True
-        return self.range is not None and self._refit(t, t1, None)
+        return self._refit(t, t1, None)
+
+    def _step(self, t: Time, t1: Time, state: State) -> Attempt:
+        """A step that is not an attempt."""
+        return self.solver.step(self.f, t, t1, state, None, adaptive=False)
 
     def _judge(self, t: Time, t1: Time, attempt: Attempt, look: Look) -> _Verdict | None:
         """What to make of an attempt; None: it does not count, and the loop is where it was before."""
@@ -233,11 +243,8 @@ class _Loop:
         self.n_refits += 1
         if self.n_refits > MOST_REFITS:
             return False
-
-        def step(state: State) -> Attempt:
-            return self.solver.step(self.f, t, t1, state, None, adaptive=False)
-
-        fitted = self.range.refitted(self.state, misfit, self.n_refits - 1, step)
+        margin = self.n_refits - 1
+        fitted = self.range.refitted(self.state, misfit, margin, lambda state: self._step(t, t1, state))
         self.effects.back_to(self.saved.effects)
         if fitted is None:
             return False

@@ -381,18 +381,15 @@ class Grid(State):
         return [i for i, z in enumerate(self.z) if z.numel() > 1]
 
     def sizes(self, i: int) -> Tensor:
-        """|z|, or by how much v or the last u moves it over the span, whichever is larger: of each element, in units of
-        z's grid.
+        """|z|, or by how much f moves it over the span, whichever is larger: of each element, in units of z's grid.
+
+        By the last u, which is not rounded: an element may be zero on the grid, and move.
         """
-        real, k = self.reals[i], self.kz[i] - self.kv[i]
-        z, v = self.z[i].type(real).abs_(), times_(self.v[i].type(real).abs_(), self.span, k)
+        assert self.seen is not None
+        move = times_(self.seen.last_u[i].abs(), self.span, self.kz[i])
         if i in self.finer:
-            v = times_power(v, self.finer[i].apart)
-        sizes = torch.maximum(z, v)
-        if self.seen is not None and self.seen.last_u:  # not rounded: an element may be zero on the grid, and move
-            u = times(self.seen.last_u[i].abs(), self.span, self.kz[i])
-            sizes = torch.maximum(sizes, times_power(u, self.finer[i].z) if i in self.finer else u)
-        return sizes
+            move = times_power(move, self.finer[i].z)
+        return torch.maximum(self.z[i].type(self.reals[i]).abs_(), move)
 
     def signs_of_mixture(self, i: int, sizes: Tensor) -> Tensor:
         """For `mixed`: the largest element of leaf i, that of its smallest slice, how many elements lack bits.

@@ -55,7 +55,6 @@ from torchmali.integers import (
     slice_sizes,
     spacings,
     stack_of,
-    times,
     times_,
     times_power,
 )

@@ -144,6 +144,7 @@ class _Loop:
             self.tape.events.append(Refresh(t, 0, None))
         self.tape.events.append(Output(0, None))
         self.state, self.carry, self.range = state, carry, state.range()
+        self.saves = self.adaptive or self.range is not None
         self.pace = self.controller.pace(Start(f, solver, t, self.times[-1], state, carry, through_search))
         n_steps = self.controller.count([number(x) for x in self.times])
         self.watch = Watch(solver.renewal, solver.n_reflects, self.adaptive, self.pace.controlled, n_steps)
@@ -269,11 +270,12 @@ class _Loop:
 
     def _save(self) -> None:
         """To come back to, where steps are rejected or taken back."""
-        if self.adaptive or self.range is not None:
-            pace, watch = (_copy(self.pace), _copy(self.watch)) if self.range else (self.pace, self.watch)
-            marks = self.tape.mark(), self.effects.mark()
-            begun = None if self.range is None else self.range.mark
-            self.saved = _Savepoint(self.t, self.k, self.waiting, self.state, self.carry, *marks, pace, watch, begun)
+        if not self.saves:
+            return
+        pace, watch = (_copy(self.pace), _copy(self.watch)) if self.range else (self.pace, self.watch)
+        marks = self.tape.mark(), self.effects.mark()
+        begun = None if self.range is None else self.range.mark
+        self.saved = _Savepoint(self.t, self.k, self.waiting, self.state, self.carry, *marks, pace, watch, begun)
 
     def _commit(self, t: Time, t1: Time, attempt: Attempt, look: Look, verdict: _Verdict) -> None:
         target, is_last = self.times[self.k], t1 is self.times[-1]
@@ -298,7 +300,7 @@ class _Loop:
             self._renew(k1, None if verdict.changes else self.carry)
         if t1 is target:
             self._land()
-        if self.range is None or not self.range.n_steps:
+        if self.saves and (self.range is None or not self.range.n_steps):
             self._save()
 
     def _renew(self, k1: int, slope: Tensors | None) -> None:

@@ -225,6 +225,8 @@ def _warn_of_times(times: list[float], z0: Tensors) -> None:
 def _checked_times(t: Any) -> tuple[Tensor, list[float]]:
     if isinstance(t, (list, tuple)) and any(isinstance(x, Tensor) for x in t):
         t = torch.stack([x if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.float64) for x in t])
+    if isinstance(t, (list, tuple)) and all(type(x) in (float, int) for x in t):
+        return torch.tensor(t, dtype=torch.float64), _ordered([float(x) for x in t])
     t = t if isinstance(t, Tensor) else torch.as_tensor(t, dtype=torch.float64)
     require(t.ndim == 1, f"t must be one-dimensional, a sequence of times; got shape {tuple(t.shape)}.", InvalidTimes)
     return t, _ordered(t.detach().to("cpu", torch.float64).tolist())

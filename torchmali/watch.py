@@ -35,6 +35,9 @@ class Look(NamedTuple):
     renews: bool  # v is renewed after it whatever the evidence says
 
 
+NOTHING, RENEWS = Look(False, False, False), Look(False, False, True)
+
+
 class Watch:
     """The policy ALF(refresh=...) at work in one solve.
 
@@ -58,10 +61,10 @@ class Watch:
     def plan(self) -> Look:
         renews = self.every is not None and (self.n_steps + 1) % self.every == 0
         if not self.period:
-            return Look(False, False, renews)
+            return RENEWS if renews else NOTHING
         before_first = self.n_steps < self.first
         left = self.first - 1 - self.n_steps if before_first else self.period - 1 - self.n_steps % self.period
-        return Look(left < N_VALUES, left == 0, renews)
+        return Look(True, left == 0, renews) if left < N_VALUES else NOTHING
 
     def alternation(self, evidence: Evidence, z: Tensors, h: float, eps: float) -> Tensor:
         """Not positive or zero if f - v alternates in some row (nan: too large to tell). A 0-d tensor.

@@ -74,6 +74,25 @@ def test_the_readmes_benchmark_is_the_record():
         assert re.search(rf"^\| {label} \| {re.escape(' | '.join(cells))} \|$", README.read_text(), re.M), method
 
 
+def test_the_decision_on_exact_mode_quotes_its_records():
+    text = (ROOT / "docs" / "choosing-a-gradient.md").read_text()
+    *_, last = (ROOT / "tests" / "fuzz" / "records" / "float32.jsonl").read_text().splitlines()
+    study = json.loads(last)["summary"]
+    vain, silent = (study[f"share of {what}"] for what in ("false alarms", "reruns without"))
+    assert (
+        f"Of {study['problems']:,} random float32 problems (networks, physics, clocks, chaos) {study['misses']}" in text
+    )
+    assert f"{vain:.1%} are warned".replace("%", " %") in text and f"{silent:.1%} are".replace("%", " %") in text
+    times = json.loads((ROOT / "benchmarks" / "records" / "exact.json").read_text())["results"]
+    for workload in ("W1", "W2"):
+        assert f"{times[workload]['time_ratio']['median']:.2f} times" in text
+
+
+def test_the_record_of_the_fuzzer_has_no_failure():
+    record = json.loads((ROOT / "tests" / "fuzz" / "records" / "fuzz.json").read_text())
+    assert record["cases"] >= 10_000 and record["failures"] == []
+
+
 def test_the_readme_has_the_numbers_of_cifar_10():
     rows: dict[str, Any] = {str(row[0]): row for row in images.show(records("cifar10"))[0][0].rows}
     for method in ("MALI", "ACA", "naive", "adjoint"):

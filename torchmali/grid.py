@@ -224,7 +224,9 @@ class Grid(State):
             if self.seen is not None and self.seen.last_u:
                 v = [torch.maximum(x, u.abs()) for x, u in zip(v, self.seen.last_u, strict=True)]
             time = PERIOD * self.seen.time if self.seen is not None else self.span
-            return self._shifted({i: self._shift(i, z[i], v[i], time, 0) for i in change.leaves})
+            shifts = {i: self._shift(i, z[i], v[i], time, 0) for i in change.leaves}
+            # What falls off is kept in a byte. Where that does not do, the next step will not fit, and see to it.
+            return self._shifted({i: (bz.clamp(max=8), bv.clamp(max=8)) for i, (bz, bv) in shifts.items()})
         if isinstance(change, Widening):
             words = [torch.int64 if i in change.leaves else x.dtype for i, x in enumerate(self.z)]
             wide = [x.to(word) << b for x, word, b in zip((*self.z, *self.v), words * 2, change.bits, strict=True)]
@@ -410,7 +412,7 @@ class Grid(State):
         found = []
         for i, largest, smallest, n_small in zip(leaves, signs[::3], signs[1::3], signs[2::3], strict=True):
             if i in self.finer:
-                is_mixed = smallest < 2.0 ** (BITS[self.z[i].dtype] - 2 - FINER)
+                is_mixed = smallest < 2.0 ** MANTISSA[self.reals[i]]
             else:
                 lacks = smallest < 2.0 ** -(self._spare(i) + LACKING) * largest
                 is_mixed = lacks or n_small > SHARE * self.z[i].numel()

@@ -105,7 +105,7 @@ def sharded_inside(rank: int) -> None:
     fully_shard(net[1].func)  # type: ignore[arg-type]
     try:
         net(parts()[rank])
-    except tm.InvalidField as error:
+    except tm.InvalidFieldError as error:
         assert "fully_shard" in str(error)
     else:
         raise AssertionError("sharded parameters passed")
@@ -130,10 +130,10 @@ def synchronised(rank: int) -> None:
         error: Any = None
         try:
             net(parts()[rank])
-        except (tm.Incompatible, ValueError) as raised:
+        except (tm.IncompatibleError, ValueError) as raised:
             error = raised
         if remedies:
-            assert isinstance(error, tm.Incompatible) and all(text in str(error) for text in remedies), error
+            assert isinstance(error, tm.IncompatibleError) and all(text in str(error) for text in remedies), error
         else:
             assert not isinstance(error, tm.SolverError) and "to be on" in str(error), error
         net.eval()(parts()[rank])  # waits for nobody

@@ -598,37 +598,40 @@ def test_warnings_of_a_method_are_notes_on_its_row():
 @pytest.mark.parametrize(
     ("error", "call"),
     [
-        (tm.InvalidState, lambda: audit(decay, Y0.half(), (0.0, 1.0))),
-        (tm.InvalidState, lambda: audit(decay, [1.0], (0.0, 1.0))),
-        (tm.InvalidTimes, lambda: audit(decay, Y0, (0.0, 0.0))),
-        (tm.InvalidField, lambda: audit(lambda t, y: y[:2], Y0, (0.0, 1.0))),
-        (tm.InvalidOption, lambda: audit(lambda t, y, a: -y, Y0, (0.0, 1.0), args=[1.0])),  # type: ignore[arg-type]
-        (tm.InvalidOption, lambda: audit(decay, Y0, (0.0, 1.0), params=Y0)),
-        (tm.InvalidOption, lambda: audit(decay, Y0, (0.0, 1.0), rtol=-1.0)),
-        (tm.InvalidOption, lambda: audit(decay, Y0, (0.0, 1.0), lambda y: y[-1])),
-        (tm.InvalidOption, lambda: audit(decay, Y0, (0.0, 1.0), lambda y: 1.0)),  # type: ignore[arg-type]
-        (tm.InvalidOption, lambda: audit(decay, Y0, (0.0, 1.0), methods=[])),
-        (tm.InvalidOption, lambda: audit(decay, Y0, (0.0, 1.0), methods={"mine": (tm.ALF(), tm.MALI())})),
-        (tm.Incompatible, lambda: audit(decay, Y0, (0.0, 1.0), methods={"mine": (tm.Dopri5(), None, tm.MALI())})),
-        (tm.UnknownMethod, lambda: audit(decay, Y0, (0.0, 1.0), methods="mali8")),
-        (tm.NonRepeatableField, lambda: audit(lambda t, y: -y * next(OTHER), Y0, (0.0, 1.0))),
-        (tm.InvalidOption, lambda: audit(decay, Y0, (0.0, 1.0), max_seconds=0.0)),
-        (tm.InvalidOption, lambda: audit(decay, Y0, (0.0, 1.0), max_seconds="1")),  # type: ignore[arg-type]
-        (tm.InvalidOption, lambda: audit(decay, Y0, (0.0, 1.0), progress="yes")),  # type: ignore[arg-type]
-        (tm.InvalidTimes, lambda: audit(decay, Y0)),
-        (tm.InvalidTimes, lambda: audit(nn.Sequential(ODEBlock(decay)), Y0)),
-        (tm.InvalidTimes, lambda: audit(ODEBlock(decay), Y0, (0.0, 1.0))),
-        (tm.InvalidOption, lambda: audit(ODEBlock(decay), Y0, params=[Y0])),
-        (tm.InvalidOption, lambda: audit(ODEBlock(decay), Y0, args=[1.0])),  # type: ignore[arg-type]
-        (tm.InvalidOption, lambda: audit(ODEBlock(decay), Y0, methods={"yours": METHODS["aca"]})),
-        (tm.InvalidTimes, lambda: audit(CNF(decay), Y0, (0.0, 1.0))),
-        (tm.InvalidState, lambda: audit(CNF(decay), (Y0, Y0))),
-        (tm.InvalidState, lambda: audit(CNF(decay), Y0)),
-        (tm.InvalidState, lambda: audit(NeuralCDE(decay), [Y0])),
-        (tm.InvalidOption, lambda: audit(NeuralCDE(decay), torch.ones(2, 4), args=(None,))),
-        (tm.InvalidOption, lambda: audit(NeuralCDE(decay), torch.ones(2, 4), args=(None, Y0, Y0))),
-        (tm.InvalidTimes, lambda: audit(ODERNNCell(decay, nn.GRUCell(4, 4)), torch.ones(2, 4))),
-        (tm.InvalidOption, lambda: audit(ODERNNCell(decay, nn.GRUCell(4, 4)), torch.ones(2, 4), (0.0, 1.0), args=(1,))),
+        (tm.InvalidStateError, lambda: audit(decay, Y0.half(), (0.0, 1.0))),
+        (tm.InvalidStateError, lambda: audit(decay, [1.0], (0.0, 1.0))),
+        (tm.InvalidTimesError, lambda: audit(decay, Y0, (0.0, 0.0))),
+        (tm.InvalidFieldError, lambda: audit(lambda t, y: y[:2], Y0, (0.0, 1.0))),
+        (tm.InvalidOptionError, lambda: audit(lambda t, y, a: -y, Y0, (0.0, 1.0), args=[1.0])),  # type: ignore[arg-type]
+        (tm.InvalidOptionError, lambda: audit(decay, Y0, (0.0, 1.0), params=Y0)),
+        (tm.InvalidOptionError, lambda: audit(decay, Y0, (0.0, 1.0), rtol=-1.0)),
+        (tm.InvalidOptionError, lambda: audit(decay, Y0, (0.0, 1.0), lambda y: y[-1])),
+        (tm.InvalidOptionError, lambda: audit(decay, Y0, (0.0, 1.0), lambda y: 1.0)),  # type: ignore[arg-type]
+        (tm.InvalidOptionError, lambda: audit(decay, Y0, (0.0, 1.0), methods=[])),
+        (tm.InvalidOptionError, lambda: audit(decay, Y0, (0.0, 1.0), methods={"mine": (tm.ALF(), tm.MALI())})),
+        (tm.IncompatibleError, lambda: audit(decay, Y0, (0.0, 1.0), methods={"mine": (tm.Dopri5(), None, tm.MALI())})),
+        (tm.UnknownMethodError, lambda: audit(decay, Y0, (0.0, 1.0), methods="mali8")),
+        (tm.NonRepeatableFieldError, lambda: audit(lambda t, y: -y * next(OTHER), Y0, (0.0, 1.0))),
+        (tm.InvalidOptionError, lambda: audit(decay, Y0, (0.0, 1.0), max_seconds=0.0)),
+        (tm.InvalidOptionError, lambda: audit(decay, Y0, (0.0, 1.0), max_seconds="1")),  # type: ignore[arg-type]
+        (tm.InvalidOptionError, lambda: audit(decay, Y0, (0.0, 1.0), progress="yes")),  # type: ignore[arg-type]
+        (tm.InvalidTimesError, lambda: audit(decay, Y0)),
+        (tm.InvalidTimesError, lambda: audit(nn.Sequential(ODEBlock(decay)), Y0)),
+        (tm.InvalidTimesError, lambda: audit(ODEBlock(decay), Y0, (0.0, 1.0))),
+        (tm.InvalidOptionError, lambda: audit(ODEBlock(decay), Y0, params=[Y0])),
+        (tm.InvalidOptionError, lambda: audit(ODEBlock(decay), Y0, args=[1.0])),  # type: ignore[arg-type]
+        (tm.InvalidOptionError, lambda: audit(ODEBlock(decay), Y0, methods={"yours": METHODS["aca"]})),
+        (tm.InvalidTimesError, lambda: audit(CNF(decay), Y0, (0.0, 1.0))),
+        (tm.InvalidStateError, lambda: audit(CNF(decay), (Y0, Y0))),
+        (tm.InvalidStateError, lambda: audit(CNF(decay), Y0)),
+        (tm.InvalidStateError, lambda: audit(NeuralCDE(decay), [Y0])),
+        (tm.InvalidOptionError, lambda: audit(NeuralCDE(decay), torch.ones(2, 4), args=(None,))),
+        (tm.InvalidOptionError, lambda: audit(NeuralCDE(decay), torch.ones(2, 4), args=(None, Y0, Y0))),
+        (tm.InvalidTimesError, lambda: audit(ODERNNCell(decay, nn.GRUCell(4, 4)), torch.ones(2, 4))),
+        (
+            tm.InvalidOptionError,
+            lambda: audit(ODERNNCell(decay, nn.GRUCell(4, 4)), torch.ones(2, 4), (0.0, 1.0), args=(1,)),
+        ),
         (ZeroDivisionError, lambda: audit(lambda t, y: y / (1 // 0), Y0, (0.0, 1.0))),
     ],
 )
@@ -651,7 +654,7 @@ def test_an_f_that_never_gives_the_same_twice_is_found_however_close_it_is():
     }
     for f in noisy.values():
         for _ in range(10):
-            with pytest.raises(tm.NonRepeatableField, match="two answers to the same t and y"):
+            with pytest.raises(tm.NonRepeatableFieldError, match="two answers to the same t and y"):
                 audit(f, Y0, (0.0, 1.0), methods=["aca"])
 
 
@@ -779,11 +782,15 @@ def test_a_recurrent_network_is_audited_between_two_observations():
 
 
 def test_wrong_combinations_say_what_to_do():
-    with pytest.raises(tm.InvalidTimes, match=r"It contains a ODEBlock: audit that, with what comes after it as loss"):
+    with pytest.raises(
+        tm.InvalidTimesError, match=r"It contains a ODEBlock: audit that, with what comes after it as loss"
+    ):
         audit(nn.Sequential(ODEBlock(decay), nn.Linear(4, 1)), Y0)
-    with pytest.raises(tm.InvalidTimes, match=r"the ODEBlock has times of its own: leave t out, or give audit\(module"):
+    with pytest.raises(
+        tm.InvalidTimesError, match=r"the ODEBlock has times of its own: leave t out, or give audit\(module"
+    ):
         audit(ODEBlock(decay), Y0, (0.0, 1.0))
-    with pytest.raises(tm.InvalidOption, match=r"give a positive number of seconds for the whole audit, or None"):
+    with pytest.raises(tm.InvalidOptionError, match=r"give a positive number of seconds for the whole audit, or None"):
         audit(decay, Y0, (0.0, 1.0), max_seconds=-1.0)
 
 

@@ -414,16 +414,16 @@ def test_a_module_says_what_it_is():
 @pytest.mark.parametrize(
     ("x", "t", "error", "fragments"),
     [
-        (torch.ones(4, 2, dtype=torch.int64), None, tm.InvalidState, ["torch.int64", "x.float()"]),
-        ([[1.0], [2.0]], None, tm.InvalidState, ["got list"]),
-        (torch.ones(4), None, tm.InvalidState, ["(4,)", "(..., length, channels)", "unsqueeze"]),
-        (torch.ones(1, 2), None, tm.InvalidTimes, ["(1, 2)", "2 or more", "has 1"]),
-        (torch.ones(4, 2), torch.arange(3.0), tm.InvalidTimes, ["(3,)", "(4, 2)", "needs (4,)"]),
-        (torch.ones(4, 2), torch.ones(4, 2), tm.InvalidTimes, ["(4, 2)", "needs (4,)"]),
-        (torch.ones(4, 2), torch.arange(4), tm.InvalidTimes, ["torch.int64"]),
-        (torch.ones(4, 2), torch.tensor([0.0, 1, 1, 2]), tm.InvalidTimes, ["knot 1 is 1, knot 2 is 1", "Sort"]),
-        (torch.ones(4, 2), torch.tensor([0.0, 3, 2, 4]), tm.InvalidTimes, ["knot 1 is 3, knot 2 is 2"]),
-        (torch.ones(4, 2), torch.tensor([0.0, 1, 2, torch.nan]), tm.InvalidTimes, ["knot 2 is 2, knot 3 is nan"]),
+        (torch.ones(4, 2, dtype=torch.int64), None, tm.InvalidStateError, ["torch.int64", "x.float()"]),
+        ([[1.0], [2.0]], None, tm.InvalidStateError, ["got list"]),
+        (torch.ones(4), None, tm.InvalidStateError, ["(4,)", "(..., length, channels)", "unsqueeze"]),
+        (torch.ones(1, 2), None, tm.InvalidTimesError, ["(1, 2)", "2 or more", "has 1"]),
+        (torch.ones(4, 2), torch.arange(3.0), tm.InvalidTimesError, ["(3,)", "(4, 2)", "needs (4,)"]),
+        (torch.ones(4, 2), torch.ones(4, 2), tm.InvalidTimesError, ["(4, 2)", "needs (4,)"]),
+        (torch.ones(4, 2), torch.arange(4), tm.InvalidTimesError, ["torch.int64"]),
+        (torch.ones(4, 2), torch.tensor([0.0, 1, 1, 2]), tm.InvalidTimesError, ["knot 1 is 1, knot 2 is 1", "Sort"]),
+        (torch.ones(4, 2), torch.tensor([0.0, 3, 2, 4]), tm.InvalidTimesError, ["knot 1 is 3, knot 2 is 2"]),
+        (torch.ones(4, 2), torch.tensor([0.0, 1, 2, torch.nan]), tm.InvalidTimesError, ["knot 2 is 2, knot 3 is nan"]),
     ],
 )
 def test_data_and_knots_that_make_no_path_are_refused(coeffs, x, t, error, fragments):
@@ -436,48 +436,48 @@ def test_data_and_knots_that_make_no_path_are_refused(coeffs, x, t, error, fragm
 def test_a_natural_spline_of_missing_values_says_what_to_do():
     x = series(4)
     x[1, 0] = torch.nan
-    with pytest.raises(tm.InvalidState, match=r"linear_coeffs\(x, t\).*torchcde.natural_cubic_coeffs"):
+    with pytest.raises(tm.InvalidStateError, match=r"linear_coeffs\(x, t\).*torchcde.natural_cubic_coeffs"):
         natural_cubic_coeffs(x)
 
 
 def test_a_rectilinear_path_needs_a_channel_of_time():
     x = series(4)
-    with pytest.raises(tm.InvalidOption, match="rectilinear=3 .* from 0 to 2"):
+    with pytest.raises(tm.InvalidOptionError, match="rectilinear=3 .* from 0 to 2"):
         linear_coeffs(x, rectilinear=3)
     x[1, 0] = torch.nan
-    with pytest.raises(tm.InvalidState, match="channel 0 of x, the time, has missing values"):
+    with pytest.raises(tm.InvalidStateError, match="channel 0 of x, the time, has missing values"):
         linear_coeffs(x, rectilinear=0)
 
 
 def test_coefficients_that_are_none_are_refused():
-    with pytest.raises(tm.InvalidState, match=r"length - 1, 4 \* channels\); got \(4, 3\)"):
+    with pytest.raises(tm.InvalidStateError, match=r"length - 1, 4 \* channels\); got \(4, 3\)"):
         CubicControl(series(4))
-    with pytest.raises(tm.InvalidState, match=r"\(\.\.\., length, channels\); got \(4,\)"):
+    with pytest.raises(tm.InvalidStateError, match=r"\(\.\.\., length, channels\); got \(4,\)"):
         LinearControl(torch.ones(4))
-    with pytest.raises(tm.InvalidTimes, match=r"knots have shape \(4,\).*needs \(5,\)"):
+    with pytest.raises(tm.InvalidTimesError, match=r"knots have shape \(4,\).*needs \(5,\)"):
         CubicControl(natural_cubic_coeffs(series(5)), torch.arange(4.0))
 
 
 def test_a_func_of_the_wrong_shape_is_told_both_shapes_and_what_they_mean():
     coeffs = natural_cubic_coeffs(series(4, (2,)))
-    with pytest.raises(tm.InvalidField) as caught:
+    with pytest.raises(tm.InvalidFieldError) as caught:
         NeuralCDE(Matrix(channels=4), nn.Linear(3, 5, dtype=torch.float64))(coeffs)
     for fragment in ("(2, 5), meaning 5 hidden", "(2, 3), meaning 3 channels", "(2, 5, 3) is", "shape (2, 5, 4)"):
         assert fragment in str(caught.value)
-    with pytest.raises(tm.InvalidField, match="func returned a tuple"):
+    with pytest.raises(tm.InvalidFieldError, match="func returned a tuple"):
         NeuralCDE(lambda t, z: (z,), nn.Linear(3, 5, dtype=torch.float64))(coeffs)
 
 
 def test_a_start_that_does_not_fit_is_refused():
     coeffs, z0 = natural_cubic_coeffs(series(4, (2,))), torch.zeros(2, HIDDEN, dtype=torch.float64)
-    with pytest.raises(tm.InvalidOption, match="no z"):
+    with pytest.raises(tm.InvalidOptionError, match="no z"):
         NeuralCDE(Matrix())(coeffs)
-    with pytest.raises(tm.InvalidOption, match="leave one of the two out"):
+    with pytest.raises(tm.InvalidOptionError, match="leave one of the two out"):
         model()(coeffs, z0=z0)
-    with pytest.raises(tm.InvalidState, match=r"batch dimensions \(\),.*batch dimensions \(2,\)"):
+    with pytest.raises(tm.InvalidStateError, match=r"batch dimensions \(\),.*batch dimensions \(2,\)"):
         NeuralCDE(Matrix())(coeffs, z0=z0[0])
 
 
 def test_a_solve_along_knots_that_do_not_increase_is_refused():
-    with pytest.raises(tm.InvalidTimes, match="knot 0 is 3, knot 1 is 2"):
+    with pytest.raises(tm.InvalidTimesError, match="knot 0 is 3, knot 1 is 2"):
         model()(natural_cubic_coeffs(series(4)), torch.arange(4.0, dtype=torch.float64).flip(0))

@@ -236,9 +236,9 @@ def test_an_empty_batch_fits_any_budget():
 def test_a_budget_too_small_for_damping_says_how_much_it_takes():
     net, y0 = problem()
     size = 2 * y0.nbytes
-    with pytest.raises(tm.InvalidOption, match=f"takes {math.ceil(1000 / 33) * size:,} bytes"):
+    with pytest.raises(tm.InvalidOptionError, match=f"takes {math.ceil(1000 / 33) * size:,} bytes"):
         gradient(net, y0, tm.ALF(eta=0.9), 1000, tm.MALI(memory=4 * size))
-    with pytest.raises(tm.InvalidOption, match="holds no state"):
+    with pytest.raises(tm.InvalidOptionError, match="holds no state"):
         gradient(net, y0, tm.ALF(), 10, tm.MALI(memory=size - 1))
 
 
@@ -246,9 +246,9 @@ def test_budgets_may_be_written_as_people_do():
     for memory in (1000, "1000", "1000B", "1 kB", "1.5MiB", "2GB", "1e6"):
         tm.MALI(memory=memory)
     for memory in ("lots", "5 apples", "-1MB", "", "1.2.3MB", "."):
-        with pytest.raises(tm.InvalidOption, match="256MiB"):
+        with pytest.raises(tm.InvalidOptionError, match="256MiB"):
             tm.MALI(memory=memory)
-    with pytest.raises(tm.InvalidOption, match="one of the two"):
+    with pytest.raises(tm.InvalidOptionError, match="one of the two"):
         tm.MALI(memory="1MB", checkpoint_every=3)
 
 
@@ -274,7 +274,7 @@ def test_budgets_may_be_written_as_people_do():
     ],
 )
 def test_options_out_of_their_range_are_refused(make):
-    with pytest.raises(tm.InvalidOption):
+    with pytest.raises(tm.InvalidOptionError):
         make()
 
 

@@ -252,22 +252,22 @@ def test_learned_times_get_gradients():
 
 def test_bad_input_is_told_so():
     model, x = flow(), points(5, 3, torch.float32)
-    with pytest.raises(tm.InvalidState, match=r"shape \(5,\): a flow needs \(batch, ...\)"):
+    with pytest.raises(tm.InvalidStateError, match=r"shape \(5,\): a flow needs \(batch, ...\)"):
         model(x[:, 0])
-    with pytest.raises(tm.InvalidState, match="noise must be like x"):
+    with pytest.raises(tm.InvalidStateError, match="noise must be like x"):
         model(x, noise=x.double())
-    with pytest.raises(tm.InvalidOption, match="needs no noise"):
+    with pytest.raises(tm.InvalidOptionError, match="needs no noise"):
         flow(trace=ExactTrace())(x, noise=x)
-    with pytest.raises(tm.InvalidField, match=r"of shape \(5, 3\); got \(5, 1\)"):
+    with pytest.raises(tm.InvalidFieldError, match=r"of shape \(5, 3\); got \(5, 1\)"):
         CNF(lambda t, x: x[:, :1])(x)
-    with pytest.raises(tm.InvalidField, match=r"of shape \(5, 3\); got a tuple"):
+    with pytest.raises(tm.InvalidFieldError, match=r"of shape \(5, 3\); got a tuple"):
         CNF(lambda t, x: (x,))(x)
-    with pytest.raises(tm.InvalidOption, match="give numbers as tolerances"):
+    with pytest.raises(tm.InvalidOptionError, match="give numbers as tolerances"):
         CNF(Net(3), controller=tm.AdaptiveStep((1e-3, 1e-4), 1e-5))
-    with pytest.raises(tm.InvalidOption, match="got 3 times"):
+    with pytest.raises(tm.InvalidOptionError, match="got 3 times"):
         CNF(Net(3), (0.0, 0.5, 1.0))
     unfit: Any = "exact"
-    with pytest.raises(tm.InvalidOption, match="trace='exact'"):
+    with pytest.raises(tm.InvalidOptionError, match="trace='exact'"):
         CNF(Net(3), trace=unfit)
-    with pytest.raises(tm.Incompatible, match="MALI needs a solver with an inverse"):
+    with pytest.raises(tm.IncompatibleError, match="MALI needs a solver with an inverse"):
         flow(solver=tm.Dopri5(), gradient=tm.ACA())(x, return_code=True)

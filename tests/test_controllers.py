@@ -39,7 +39,7 @@ from torchmali import (
     FixedStep,
     Heun,
     HeunEuler,
-    InvalidOption,
+    InvalidOptionError,
     Naive,
     Reversible,
     Solution,
@@ -574,20 +574,20 @@ def test_solvers_without_an_estimate_run_at_fixed_steps_within_their_own_error()
 )
 def test_a_norm_that_makes_no_number_is_told_of_at_once(norm, got):
     for h0 in (None, 0.1):
-        with pytest.raises(InvalidOption, match=f"norm=.*0-d tensor.*it returned {got}"):
+        with pytest.raises(InvalidOptionError, match=f"norm=.*0-d tensor.*it returned {got}"):
             solve(lambda t, y: -y, torch.ones(2).double(), (0, 1), controller=AdaptiveStep(h0=h0, norm=norm))
 
 
 @pytest.mark.parametrize("h0", [1e-300, 5e-324, 1e-30])
 @pytest.mark.parametrize("t", [(0.0, 1.0), (1.0, 0.0), (1e6, 1e6 + 1)])
 def test_a_first_step_of_no_length_is_told_of(h0, t):
-    with pytest.raises(InvalidOption, match=rf"h0={h0}\) is too short .* time of 1: steps below 1.3e-25"):
+    with pytest.raises(InvalidOptionError, match=rf"h0={h0}\) is too short .* time of 1: steps below 1.3e-25"):
         solve(lambda t, y: -y, torch.ones(2).double(), t, controller=AdaptiveStep(h0=h0))
 
 
 @pytest.mark.parametrize("h0", [0.0, -1.0, math.nan, "0.1"])
 def test_a_first_step_is_a_positive_number(h0):
-    with pytest.raises(InvalidOption, match="h0=.*must be a positive number"):
+    with pytest.raises(InvalidOptionError, match="h0=.*must be a positive number"):
         AdaptiveStep(h0=h0)
 
 

@@ -22,17 +22,17 @@ from torchmali import (
     Dopri5,
     Euler,
     FixedStep,
-    Incompatible,
-    InvalidField,
-    InvalidOption,
-    InvalidState,
-    InvalidTimes,
-    NonFinite,
+    IncompatibleError,
+    InvalidFieldError,
+    InvalidOptionError,
+    InvalidStateError,
+    InvalidTimesError,
+    NonFiniteError,
     SolverError,
     SolverWarning,
-    StepLimit,
-    StepUnderflow,
-    UnknownMethod,
+    StepLimitError,
+    StepUnderflowError,
+    UnknownMethodError,
     odeint,
     odeint_adjoint,
     solve,
@@ -81,59 +81,59 @@ def test_every_error_of_torchmali_is_a_solver_error_and_a_built_in_one():
 
 
 def test_unknown_method_lists_the_known_ones():
-    with complaint(UnknownMethod, ValueError, "method 'dopri6'", "'dopri5'", "'alf'", "'rk4'"):
+    with complaint(UnknownMethodError, ValueError, "method 'dopri6'", "'dopri5'", "'alf'", "'rk4'"):
         odeint(decay, Y0, SPAN, method="dopri6")
 
 
 def test_unknown_gradient_lists_the_known_ones():
-    with complaint(UnknownMethod, ValueError, "gradient method 'magic'", "'mali'", "'aca'", "'adjoint'"):
+    with complaint(UnknownMethodError, ValueError, "gradient method 'magic'", "'mali'", "'aca'", "'adjoint'"):
         odeint(decay, Y0, SPAN, gradient="magic")
 
 
 @pytest.mark.parametrize("name", ["method", "adjoint_method"])
 def test_unknown_method_of_the_adjoint_lists_the_known_ones(name):
-    with complaint(UnknownMethod, ValueError, "'dopri6'", "'dopri5'"):
+    with complaint(UnknownMethodError, ValueError, "'dopri6'", "'dopri5'"):
         options: dict[str, Any] = {name: "dopri6"}
         odeint_adjoint(decay, Y0, SPAN, **options)
 
 
 def test_unknown_option_for_adaptive_steps_lists_the_known_ones():
-    with complaint(InvalidOption, ValueError, "'frist_step'", "'first_step'", "'max_num_steps'"):
+    with complaint(InvalidOptionError, ValueError, "'frist_step'", "'first_step'", "'max_num_steps'"):
         odeint(decay, Y0, SPAN, options={"frist_step": 0.1})
 
 
 @pytest.mark.parametrize("method, options", [("rk4", {}), ("dopri5", {"step_size": 0.1})])
 def test_option_for_adaptive_steps_is_unknown_to_fixed_steps(method, options):
-    with complaint(InvalidOption, ValueError, "'first_step'", "fixed steps", "'step_size'"):
+    with complaint(InvalidOptionError, ValueError, "'first_step'", "fixed steps", "'step_size'"):
         odeint(decay, Y0, SPAN, method=method, options={**options, "first_step": 0.1})
 
 
 @pytest.mark.parametrize("name", ["solver", "controller", "gradient"])
 @pytest.mark.parametrize("value", ["alf", None, ALF])
 def test_solve_wants_objects_and_not_names_or_classes(name, value):
-    with complaint(InvalidOption, ValueError, f"{name}={value!r}", "solver=ALF()", "odeint"):
+    with complaint(InvalidOptionError, ValueError, f"{name}={value!r}", "solver=ALF()", "odeint"):
         solve(decay, Y0, SPAN, **{name: value})
 
 
 def test_args_must_be_a_tuple():
-    with complaint(InvalidOption, ValueError, "args must be a tuple", "args=(x,)", "Tensor"):
+    with complaint(InvalidOptionError, ValueError, "args must be a tuple", "args=(x,)", "Tensor"):
         solve(lambda t, y, a: -a * y, Y0, SPAN, args=torch.ones(()))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("eta", [0.0, 1.1, -0.3, math.nan])
 def test_damping_must_lie_in_its_range(eta):
-    with complaint(InvalidOption, ValueError, f"eta={eta}", "(0, 1]"):
+    with complaint(InvalidOptionError, ValueError, f"eta={eta}", "(0, 1]"):
         ALF(eta=eta)
 
 
 def test_damping_of_one_half_has_no_inverse():
-    with complaint(InvalidOption, ValueError, "eta=0.5", "no inverse", "1 - 2 eta", "0.45"):
+    with complaint(InvalidOptionError, ValueError, "eta=0.5", "no inverse", "1 - 2 eta", "0.45"):
         ALF(eta=0.5)
 
 
 @pytest.mark.parametrize("h", [0, -0.1, math.nan])
 def test_fixed_step_must_be_positive(h):
-    with complaint(InvalidOption, ValueError, f"h={h}", "positive", "sign"):
+    with complaint(InvalidOptionError, ValueError, f"h={h}", "positive", "sign"):
         FixedStep(h)
 
 
@@ -159,7 +159,7 @@ def test_fixed_step_must_be_positive(h):
     ids=repr,
 )
 def test_adaptive_step_refuses_options_out_of_range(options, fragments):
-    with complaint(InvalidOption, ValueError, "AdaptiveStep", *fragments):
+    with complaint(InvalidOptionError, ValueError, "AdaptiveStep", *fragments):
         AdaptiveStep(**options)
 
 
@@ -167,7 +167,7 @@ def test_adaptive_step_refuses_options_out_of_range(options, fragments):
 @pytest.mark.parametrize("value", [(1e-3,), (1e-3, 1e-3, 1e-3), {"x": 1e-3}, (1e-3, (1e-3, 1e-3))])
 def test_tolerances_must_have_the_structure_of_y0(name, value):
     controller = AdaptiveStep(**{name: value})
-    with complaint(InvalidOption, ValueError, f"AdaptiveStep({name}=", "each leaf of y0"):
+    with complaint(InvalidOptionError, ValueError, f"AdaptiveStep({name}=", "each leaf of y0"):
         solve(lambda t, y: y, (Y0, Y0), SPAN, controller=controller)
 
 
@@ -175,56 +175,56 @@ def test_tolerances_must_have_the_structure_of_y0(name, value):
 @pytest.mark.parametrize("bad", [-1e-3, math.nan])
 def test_tolerance_of_one_leaf_must_not_be_negative(name, bad):
     options: dict[str, Any] = {name: (1e-3, bad)}
-    with complaint(InvalidOption, ValueError, name, f"{bad}", "negative"):
+    with complaint(InvalidOptionError, ValueError, name, f"{bad}", "negative"):
         solve(lambda t, y: y, (Y0, Y0), SPAN, controller=AdaptiveStep(**options))
 
 
 def test_mali_needs_a_solver_with_an_inverse():
-    with complaint(Incompatible, TypeError, "MALI", "inverse", "Dopri5", "solver=ALF()", "gradient=ACA()"):
+    with complaint(IncompatibleError, TypeError, "MALI", "inverse", "Dopri5", "solver=ALF()", "gradient=ACA()"):
         solve(decay, Y0, SPAN, solver=Dopri5(), gradient=MALI())
-    with complaint(Incompatible, TypeError, "Dopri5"):
+    with complaint(IncompatibleError, TypeError, "Dopri5"):
         odeint(decay, Y0, SPAN, method="dopri5", gradient="mali")
 
 
 def test_adaptive_steps_need_a_solver_with_an_error_estimate():
-    with complaint(Incompatible, TypeError, "AdaptiveStep", "error estimate", "RK4", "FixedStep", "Dopri5()"):
+    with complaint(IncompatibleError, TypeError, "AdaptiveStep", "error estimate", "RK4", "FixedStep", "Dopri5()"):
         solve(decay, Y0, SPAN, solver=RK4(), controller=AdaptiveStep(), gradient=ACA())
 
 
 def test_adaptive_steps_of_the_backward_solve_need_an_error_estimate_too():
     gradient = Adjoint(solver=RK4(), controller=AdaptiveStep())
-    with complaint(Incompatible, TypeError, "error estimate", "RK4"):
+    with complaint(IncompatibleError, TypeError, "error estimate", "RK4"):
         solve(decay, Y0, SPAN, solver=Dopri5(), gradient=gradient)
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.bool, torch.complex128])
 def test_state_must_be_real_numbers(dtype):
-    with complaint(InvalidState, TypeError, "y0", str(dtype), "float32 or float64"):
+    with complaint(InvalidStateError, TypeError, "y0", str(dtype), "float32 or float64"):
         solve(decay, Y0.to(dtype), SPAN)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_states_are_sent_to_float32(dtype):
-    with complaint(InvalidState, TypeError, "y0", str(dtype), "float32", "autocast"):
+    with complaint(InvalidStateError, TypeError, "y0", str(dtype), "float32", "autocast"):
         solve(decay, Y0.to(dtype), SPAN)
 
 
 @pytest.mark.parametrize("y0", [1.0, None, "y"])
 def test_state_must_be_made_of_tensors(y0):
-    with complaint(InvalidState, TypeError, "y0", type(y0).__name__, "tensors"):
+    with complaint(InvalidStateError, TypeError, "y0", type(y0).__name__, "tensors"):
         solve(decay, y0, SPAN)
 
 
 def test_leaf_of_a_wrong_type_is_named():
-    with complaint(InvalidState, TypeError, "leaf 1", "float"):
+    with complaint(InvalidStateError, TypeError, "leaf 1", "float"):
         solve(decay, (Y0, 1.0), SPAN)
-    with complaint(InvalidState, TypeError, "leaf 1", "torch.int64"):
+    with complaint(InvalidStateError, TypeError, "leaf 1", "torch.int64"):
         solve(decay, (Y0, Y0.long()), SPAN)
 
 
 @pytest.mark.parametrize("y0", [(), {}, [[], ()]])
 def test_state_must_have_a_leaf(y0):
-    with complaint(InvalidState, TypeError, "no leaves"):
+    with complaint(InvalidStateError, TypeError, "no leaves"):
         solve(decay, y0, SPAN)
 
 
@@ -245,13 +245,13 @@ def test_state_must_have_a_leaf(y0):
     ],
 )
 def test_times_must_be_a_sequence_that_goes_one_way(kind, times, fragments):
-    with complaint(InvalidTimes, ValueError, *fragments):
+    with complaint(InvalidTimesError, ValueError, *fragments):
         solve(decay, Y0, kind(times))
 
 
 @pytest.mark.parametrize("t", [1.0, 1, torch.tensor(1.0)], ids=repr)
 def test_one_time_is_not_a_sequence(t):
-    with complaint(InvalidTimes, ValueError, "one-dimensional"):
+    with complaint(InvalidTimesError, ValueError, "one-dimensional"):
         solve(decay, Y0, t)
 
 
@@ -269,14 +269,14 @@ def test_one_time_is_not_a_sequence(t):
     ],
 )
 def test_f_must_return_a_tensor_like_y(f, fragments, controller):
-    with complaint(InvalidField, TypeError, "f must return", *fragments):
+    with complaint(InvalidFieldError, TypeError, "f must return", *fragments):
         solve(f, Y0, SPAN, controller=controller)
 
 
 def test_wrong_leaf_that_f_returns_is_named():
-    with complaint(InvalidField, TypeError, "leaf 1", "(3,)", "(2,)"):
+    with complaint(InvalidFieldError, TypeError, "leaf 1", "(3,)", "(2,)"):
         solve(lambda t, y: (y[0], y[1][:2]), (Y0, Y0), SPAN)
-    with complaint(InvalidField, TypeError, "leaf 1", "float"):
+    with complaint(InvalidFieldError, TypeError, "leaf 1", "float"):
         solve(lambda t, y: (y[0], 0.0), (Y0, Y0), SPAN)
 
 
@@ -290,7 +290,7 @@ def test_wrong_leaf_that_f_returns_is_named():
     ],
 )
 def test_f_must_return_the_keys_of_y(f, found):
-    with complaint(InvalidField, TypeError, "structure", f"{found} instead of {{'x': *, 'v': *}}"):
+    with complaint(InvalidFieldError, TypeError, "structure", f"{found} instead of {{'x': *, 'v': *}}"):
         solve(f, {"x": Y0, "v": Y0}, SPAN)
 
 
@@ -304,14 +304,14 @@ def test_f_must_return_the_keys_of_y(f, found):
     ],
 )
 def test_f_must_return_as_many_leaves_as_y_has(f, found):
-    with complaint(InvalidField, TypeError, "structure", f"{found} instead of (*, *)"):
+    with complaint(InvalidFieldError, TypeError, "structure", f"{found} instead of (*, *)"):
         solve(f, (Y0, Y0), SPAN)
 
 
 def test_f_must_return_the_structure_of_y_at_every_depth():
-    with complaint(InvalidField, TypeError, "{'p': (*, (*,))} instead of {'p': (*, (*, *))}"):
+    with complaint(InvalidFieldError, TypeError, "{'p': (*, (*,))} instead of {'p': (*, (*, *))}"):
         solve(lambda t, y: {"p": (Y0, (Y0,))}, {"p": (Y0, (Y0, Y0))}, SPAN)
-    with complaint(InvalidField, TypeError, "leaf 1", "tuple"):
+    with complaint(InvalidFieldError, TypeError, "leaf 1", "tuple"):
         solve(lambda t, y: (Y0, (Y0, Y0)), (Y0, Y0), SPAN)
 
 
@@ -356,27 +356,27 @@ def leaf_1_breaks_after_half(t: Tensor, y: tuple[Tensor, Tensor]) -> tuple[Tenso
 def test_non_finite_values_at_fixed_steps_are_located(gradient):
     """The Euler step from .5625 on is the first to see them: it ends at .625."""
     with complaint(
-        NonFinite, RuntimeError, "leaf 1", "t = 0.625", "h = 0.0625", "smaller steps", "adaptive controller"
+        NonFiniteError, RuntimeError, "leaf 1", "t = 0.625", "h = 0.0625", "smaller steps", "adaptive controller"
     ):
         solve(leaf_1_breaks_after_half, (Y0, Y0), SPAN, solver=Euler(), controller=FixedStep(1 / 16), gradient=gradient)
 
 
 def test_non_finite_values_of_alf_are_located():
     """The midpoint of the step from .5 to .5625 is the first time beyond .5."""
-    with complaint(NonFinite, RuntimeError, "leaf 1", "t = 0.5625", "h = 0.0625"):
+    with complaint(NonFiniteError, RuntimeError, "leaf 1", "t = 0.5625", "h = 0.0625"):
         solve(leaf_1_breaks_after_half, (Y0, Y0), SPAN, controller=FixedStep(1 / 16))
 
 
 @pytest.mark.parametrize("controller", [FixedStep(0.1), AdaptiveStep()], ids=["fixed", "adaptive"])
 def test_non_finite_start_is_refused(controller):
     y0 = (Y0, torch.tensor([1.0, math.nan]).double())
-    with complaint(NonFinite, RuntimeError, "leaf 1", "t = 0", "finite"):
+    with complaint(NonFiniteError, RuntimeError, "leaf 1", "t = 0", "finite"):
         solve(lambda t, y: y, y0, SPAN, controller=controller)
 
 
 @pytest.mark.parametrize("solver", [ALF(), Dopri5()], ids=repr)
 def test_non_finite_values_inside_adaptive_steps_are_located(solver):
-    with complaint(NonFinite, RuntimeError, "t = 0.5", "leaf 1", "f is not finite there"):
+    with complaint(NonFiniteError, RuntimeError, "t = 0.5", "leaf 1", "f is not finite there"):
         solve(leaf_1_breaks_after_half, (Y0, Y0), SPAN, solver=solver, gradient=ACA())
 
 
@@ -385,7 +385,7 @@ def test_growth_without_bound_in_finite_time_stops_the_solve(solver):
     """y' = y^2 from 1 reaches infinity at t = 1. Discrete solutions do so a little early or late, in ever smaller
     steps, of which one is too small or the last of the finite ones.
     """
-    with pytest.raises((NonFinite, StepUnderflow)) as caught:
+    with pytest.raises((NonFiniteError, StepUnderflowError)) as caught:
         solve(lambda t, y: y**2, Y0, (0.0, 2.0), solver=solver, gradient=ACA())
     message = str(caught.value)
     assert re.search(r"t = (0\.99\d*|1|1\.0\d*) ", message)
@@ -401,13 +401,13 @@ def test_f_that_is_not_repeatable_is_told_apart():
         calls.append(t)
         return y * (math.nan if len(calls) == 3 else 1.0)
 
-    with complaint(NonFinite, RuntimeError, "repeat"):
+    with complaint(NonFiniteError, RuntimeError, "repeat"):
         solve(f, Y0, SPAN, solver=Euler(), controller=FixedStep(0.1), gradient=ACA())
 
 
 def test_step_limit_says_how_far_it_came_and_what_to_try():
     with complaint(
-        StepLimit,
+        StepLimitError,
         RuntimeError,
         "20 steps reached t = 0.",
         "of 1 ",
@@ -425,7 +425,7 @@ def test_step_limit_says_how_far_it_came_and_what_to_try():
 def test_step_limit_gives_the_share_of_rejected_attempts():
     """h0 = 1 is rejected once or more before anything is accepted: all of three attempts."""
     controller = AdaptiveStep(1e-9, 1e-9, h0=1.0, max_steps=3)
-    with complaint(StepLimit, RuntimeError, "3 steps reached t = 0 of 1", "100% rejected"):
+    with complaint(StepLimitError, RuntimeError, "3 steps reached t = 0 of 1", "100% rejected"):
         solve(decay, Y0, SPAN, controller=controller)
 
 
@@ -436,7 +436,7 @@ def test_a_jump_too_high_for_any_step_is_an_underflow(dtype, solver):
         return torch.where(t > 0.3, 1e15, 0.0).to(y.dtype) * y
 
     with complaint(
-        StepUnderflow,
+        StepUnderflowError,
         RuntimeError,
         "t = 0.3",
         "h = ",
@@ -452,7 +452,7 @@ def test_a_jump_too_high_for_any_step_is_an_underflow(dtype, solver):
 
 def test_steps_below_h_min_are_an_underflow():
     controller = AdaptiveStep(1e-9, 1e-9, h0=0.5, h_min=0.1)
-    with complaint(StepUnderflow, RuntimeError, "t = 0 ", "below 0.1", "Loosen rtol/atol"):
+    with complaint(StepUnderflowError, RuntimeError, "t = 0 ", "below 0.1", "Loosen rtol/atol"):
         solve(decay, Y0, SPAN, controller=controller)
 
 
@@ -473,7 +473,7 @@ def test_damping_without_checkpoints_is_refused_with_the_remedy():
     y0 = Y0.clone().requires_grad_()
     gradient = MALI(checkpoint_every=None)
     with complaint(
-        Incompatible, TypeError, "eta=0.7", "2.5 times per step", 'checkpoint_every="auto"', "unsafe_damping=True"
+        IncompatibleError, TypeError, "eta=0.7", "2.5 times per step", 'checkpoint_every="auto"', "unsafe_damping=True"
     ):
         solve(decay, y0, SPAN, solver=ALF(eta=0.7), controller=FixedStep(0.1), gradient=gradient)
 
@@ -496,3 +496,15 @@ def test_a_warning_points_to_the_line_of_the_user():
     with pytest.warns(SolverWarning) as caught:
         solve(lambda t, y: -y, torch.ones(2), (0.0, 1.0), controller=AdaptiveStep(1e-7, 1e-9, h0=0.1, max_steps=10**6))
     assert caught[0].filename == __file__
+
+
+@pytest.mark.parametrize("old", ["InvalidOption", "StepLimit", "NonRepeatableField"])
+def test_errors_are_still_found_under_their_old_names(old):
+    with pytest.warns(DeprecationWarning, match=f"{old} is called torchmali.{old}Error now"):
+        assert getattr(torchmali, old) is getattr(torchmali, f"{old}Error")
+
+
+@pytest.mark.parametrize("name", ["nothing", "Solver_", "_hidden"])
+def test_there_are_no_names_but_those_of_errors_to_fall_back_on(name):
+    with pytest.raises(AttributeError, match=name):
+        getattr(torchmali, name)

@@ -183,7 +183,7 @@ def test_solve_back_gives_the_rounded_start_with_its_structure_and_arguments(req
 def test_a_code_of_another_f_is_an_error():
     y0 = torch.linspace(-1, 1, 6)
     code = encoded(lambda t, y: torch.tanh(y), y0).code
-    with pytest.raises(tm.NonRepeatableField, match="not made with this f"):
+    with pytest.raises(tm.NonRepeatableFieldError, match="not made with this f"):
         tm.solve_back(lambda t, y: 1.0001 * torch.tanh(y), code)
 
 
@@ -199,7 +199,9 @@ def test_the_way_back_leaves_no_trace_and_codes_hold_no_checkpoints():
 
 
 def test_a_code_needs_integers():
-    with pytest.raises(tm.Incompatible, match=r"return_code=True needs .* gradient=MALI\(exact=True\), not ACA\(\)"):
+    with pytest.raises(
+        tm.IncompatibleError, match=r"return_code=True needs .* gradient=MALI\(exact=True\), not ACA\(\)"
+    ):
         encoded(lambda t, y: -y, torch.ones(2), gradient=tm.ACA())
 
 
@@ -540,7 +542,7 @@ def outcome(spec: Spec, method: tm.MALI) -> tuple[str, list[Tensor]]:
         got = tm.solve(
             Guarded(spec.func), y0, t, solver=spec.solver, controller=spec.controller, gradient=method, args=(a,)
         )
-    except (tm.NonFinite, tm.StepLimit, tm.StepUnderflow) as error:
+    except (tm.NonFiniteError, tm.StepLimitError, tm.StepUnderflowError) as error:
         return type(error).__name__, []
     ys, inputs = spec.values(got.y), [*spec.values(y0), a, t]
     loss = torch.stack([(torch.tanh(y.double() / leaf.scale)).sum() for y, leaf in zip(ys, spec.leaves, strict=True)])
@@ -630,7 +632,7 @@ def test_fixed_steps_that_explode_are_those_of_floats_or_an_error(explosion, ord
     solver = tm.ALF(order=order, refresh="never")
     try:
         found, wanted, _ = ends(func, torch.tensor([y0, 2 * y0]), [0.0, t], solver, tm.FixedStep(h))
-    except tm.NonFinite as error:
+    except tm.NonFiniteError as error:
         assert "smaller steps" in str(error)
         return
     assert (found - wanted).norm() <= 1e-4 * wanted.norm()
@@ -674,7 +676,7 @@ def test_a_slope_that_is_not_finite_is_an_error(value, controller, order):
         return {"good": -y["good"], "bad": switches(0.55, 1.0, value)(t, y["bad"])}
 
     y0 = {"good": torch.ones(3, requires_grad=True), "bad": torch.ones(2)}
-    with pytest.raises(tm.NonFinite):
+    with pytest.raises(tm.NonFiniteError):
         tm.solve(Guarded(func), y0, [0.0, 1.0], solver=tm.ALF(order=order), controller=controller, gradient=EXACT)
 
 
@@ -682,7 +684,7 @@ def test_a_slope_that_is_not_finite_is_an_error(value, controller, order):
 @pytest.mark.parametrize("explosion", [lambda t, y: y * y, lambda t, y: torch.exp(y)], ids=["y^2", "e^y"])
 def test_adaptive_steps_end_at_a_blow_up(explosion, order):
     y0 = torch.tensor([1.0], requires_grad=True)  # the solutions end at t = 1 and 1 / e
-    with pytest.raises((tm.NonFinite, tm.StepUnderflow, tm.StepLimit)) as error:
+    with pytest.raises((tm.NonFiniteError, tm.StepUnderflowError, tm.StepLimitError)) as error:
         controller = tm.AdaptiveStep(1e-3, 1e-4, max_steps=1000)
         tm.solve(Guarded(explosion), y0, [0.0, 2.0], solver=tm.ALF(order=order), controller=controller, gradient=EXACT)
     assert "t = " in str(error.value)
@@ -848,7 +850,7 @@ def test_dropout_is_repeated_and_other_noise_refused(order):
     assert backward(module.train(), y0, **how).reconstruction_error == 0.0
     assert backward(module.eval(), y0, **how).reconstruction_error == 0.0
     module.is_noisy = True
-    with pytest.raises(tm.NonRepeatableField, match="noise drawn inside f"):
+    with pytest.raises(tm.NonRepeatableFieldError, match="noise drawn inside f"):
         backward(module, y0, **how)
 
 
@@ -932,7 +934,7 @@ def test_exact_solves_are_as_accurate_as_plain_float32(name, order):
 @pytest.mark.parametrize("solver", [tm.ALF(eta=0.9), tm.Reversible(tm.RK4())], ids=repr)
 @pytest.mark.parametrize("exact", [True, "int64"])
 def test_solvers_that_do_not_lift_to_integers_are_refused(solver, exact):
-    with pytest.raises(tm.Incompatible, match="ALF without damping") as error:
+    with pytest.raises(tm.IncompatibleError, match="ALF without damping") as error:
         controller = tm.FixedStep(0.1)
         tm.solve(
             lambda t, y: -y, torch.ones(2), [0.0, 1.0], solver=solver, controller=controller, gradient=tm.MALI(exact)
@@ -941,11 +943,11 @@ def test_solvers_that_do_not_lift_to_integers_are_refused(solver, exact):
 
 
 def test_a_solver_without_an_inverse_is_refused_as_for_plain_mali():
-    with pytest.raises(tm.Incompatible, match="needs a solver with an inverse, but Dopri5 has none"):
+    with pytest.raises(tm.IncompatibleError, match="needs a solver with an inverse, but Dopri5 has none"):
         tm.solve(lambda t, y: -y, torch.ones(2), [0.0, 1.0], solver=tm.Dopri5(), gradient=EXACT)
 
 
 @pytest.mark.parametrize("exact", ["int32", 64, None])
 def test_exact_is_false_true_or_int64(exact):
-    with pytest.raises(tm.InvalidOption, match='False, True or "int64"'):
+    with pytest.raises(tm.InvalidOptionError, match='False, True or "int64"'):
         tm.MALI(exact=exact)

@@ -137,9 +137,9 @@ def test_a_crash_and_an_obscure_message_are_found(monkeypatch):
         raise KeyError("z")
 
     def mumble(problem: Any, results: tuple) -> tuple:
-        raise tm.NonFinite("no")
+        raise tm.NonFiniteError("no")
 
-    for change, name in ((crash, "failed: crash: KeyError"), (mumble, "failed: obscure message: NonFinite")):
+    for change, name in ((crash, "failed: crash: KeyError"), (mumble, "failed: obscure message: NonFiniteError")):
         with monkeypatch.context() as patch:
             with_results(patch, change)
             assert judge(STEPS).name == name
@@ -147,13 +147,13 @@ def test_a_crash_and_an_obscure_message_are_found(monkeypatch):
 
 def test_an_error_of_the_problem_is_an_answer_and_one_of_the_method_alone_is_not(monkeypatch):
     spec = Spec(core="cubic", gain=8.0, scale=1e4, controller="FixedStep(0.1)")
-    assert judge(spec).name == "refused: NonFinite by all"
+    assert judge(spec).name == "refused: NonFiniteError by all"
 
     def refuse(problem: Any, results: tuple) -> tuple:
-        raise tm.NonFinite("The solution is not finite at t = 0.1: use smaller steps there.")
+        raise tm.NonFiniteError("The solution is not finite at t = 0.1: use smaller steps there.")
 
     with_results(monkeypatch, refuse)
-    assert judge(STEPS).name == "failed: refused alone: NonFinite"
+    assert judge(STEPS).name == "failed: refused alone: NonFiniteError"
 
 
 def test_a_failure_is_shrunk_to_the_feature_that_causes_it():
@@ -198,11 +198,11 @@ def test_the_float32_study_tells_misses_and_false_alarms(tmp_path):
     assert not float32.is_miss(row | {"error": 2 * row["bound"], "told": ["drift"]})
     assert float32.is_false_alarm(row | {"told": ["drift"]})
     assert float32.is_miss(row | {"error": float("nan")})
-    counts = float32.summary([row, {"seed": 5, "family": "chaos", "unsolved": "NonFinite: y"}])
-    assert (counts["problems"], counts["misses"], counts["unsolved"]) == (1, 0, {"NonFinite": 1})
-    unsolved = {"seed": 5, "family": "chaos", "unsolved": "NonFinite: y"}
+    counts = float32.summary([row, {"seed": 5, "family": "chaos", "unsolved": "NonFiniteError: y"}])
+    assert (counts["problems"], counts["misses"], counts["unsolved"]) == (1, 0, {"NonFiniteError": 1})
+    unsolved = {"seed": 5, "family": "chaos", "unsolved": "NonFiniteError: y"}
     float32.write(tmp_path / "record", {"command": "none"}, [row, unsolved])
     header, rows = float32.load(tmp_path / "record")
     assert header["command"] == "none" and [r["seed"] for r in rows] == [3, 5]
     assert rows[0]["error"] == pytest.approx(row["error"], rel=1e-2) and "unsolved" not in rows[0]
-    assert float32.summary(rows)["unsolved"] == {"NonFinite": 1}
+    assert float32.summary(rows)["unsolved"] == {"NonFiniteError": 1}

@@ -8,6 +8,7 @@ import pytest
 CORE = Path(__file__).parent.parent / "torchmali"
 ROOMS = [  # a room may import those named before it
     "state",
+    "errors",
     "solution",
     "integers",
     "grid",

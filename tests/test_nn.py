@@ -97,7 +97,7 @@ def test_channels_last_stays(gradient):
 
 
 def test_a_tensor_of_times_that_would_lose_its_gradient_is_refused():
-    with pytest.raises(tm.InvalidTimes, match=r"nn.Parameter\(t\)"):
+    with pytest.raises(tm.InvalidTimesError, match=r"nn.Parameter\(t\)"):
         ODEBlock(Slope(), torch.tensor([0.0, 1.0], requires_grad=True))
 
 

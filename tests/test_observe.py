@@ -169,7 +169,7 @@ def test_a_decoder_in_another_mode_at_the_backward_pass_is_an_error():
     y0 = torch.ones(4, 3, requires_grad=True)
     solution = tm.solve(lambda t, y: -y, y0, [0.0, 1.0], observe=lambda t, y: decoder(y).sum())
     decoder.eval()
-    with pytest.raises(tm.NonRepeatableField, match="mode"):
+    with pytest.raises(tm.NonRepeatableFieldError, match="mode"):
         solution.observed.backward()
 
 
@@ -201,7 +201,7 @@ def test_what_cannot_be_summed_is_an_error():
         (lambda t, y: y > 0, "got torch.bool"),
         (lambda t, y, k: y if k else y.sum(), "same shape"),
     ]:
-        with pytest.raises(tm.InvalidField, match=match):
+        with pytest.raises(tm.InvalidFieldError, match=match):
             tm.solve(lambda t, y: -y, y0, [0.0, 0.5, 1.0], observe=observe)
 
 
@@ -214,14 +214,14 @@ def test_a_forgotten_leaf_of_the_observer_is_warned_of():
 
 def test_an_observer_that_changes_y_in_place_is_an_error():
     y0 = torch.ones(3)
-    with torch.no_grad(), pytest.raises(tm.InvalidField, match="observe changes y in place"):
+    with torch.no_grad(), pytest.raises(tm.InvalidFieldError, match="observe changes y in place"):
         tm.solve(lambda t, y: -y, y0, [0.0, 0.5, 1.0], observe=lambda t, y, k: (y.mul_(2) if k == 2 else y).sum())
 
 
 def test_an_observer_that_draws_at_some_times_only_is_an_error():
     y0 = torch.ones(5, 3, requires_grad=True)
     for f in (lambda t, y: 0 * torch.randn_like(y), lambda t, y: 0 * y):
-        with pytest.raises(tm.NonRepeatableField, match="observe draws random numbers in some"):
+        with pytest.raises(tm.NonRepeatableFieldError, match="observe draws random numbers in some"):
             tm.solve(
                 f, y0, [0.0, 0.5, 1.0], observe=lambda t, y, k: (y * torch.randn_like(y)).sum() if k else 0 * y.sum()
             )

@@ -168,9 +168,9 @@ def test_native_dropout_is_differentiated_by_its_mask():
 
 def test_fused_kernels_with_dropout_are_refused_with_a_remedy():
     q = X[None, None]
-    with redirected(), pytest.raises(tm.NonRepeatableField, match="flash_attention_for_cpu.*SDPBackend.MATH"):
+    with redirected(), pytest.raises(tm.NonRepeatableFieldError, match="flash_attention_for_cpu.*SDPBackend.MATH"):
         aten._scaled_dot_product_flash_attention_for_cpu(q, q, q, 0.5)
-    with redirected(), pytest.raises(tm.NonRepeatableField, match="native_dropout.out.*another operation"):
+    with redirected(), pytest.raises(tm.NonRepeatableFieldError, match="native_dropout.out.*another operation"):
         aten.native_dropout.out(X, 0.5, True, out0=torch.empty_like(X), out1=torch.empty_like(X, dtype=torch.bool))
     with redirected():
         aten._scaled_dot_product_flash_attention_for_cpu(q, q, q, 0.0)
@@ -276,7 +276,7 @@ def test_an_inner_f_that_draws_late_is_noticed():
     def f(t: Tensor, y: Tensor) -> Tensor:
         return tm.solve(inner, y + torch.rand(3), (0.0, 0.5), controller=tm.FixedStep(0.25)).y[-1]
 
-    with pytest.raises(tm.NonRepeatableField, match="some of its evaluations only"):
+    with pytest.raises(tm.NonRepeatableFieldError, match="some of its evaluations only"):
         tm.solve(f, torch.ones(3), (0.0, 1.0), controller=FIXED)
 
 
@@ -284,7 +284,7 @@ def test_an_inner_f_that_draws_late_is_noticed():
 def test_draws_in_later_evaluations_only_are_refused(method):
     y0 = torch.ones(3, requires_grad=True)
     for observe in (None, lambda t, y: y.sum()):
-        with pytest.raises(tm.NonRepeatableField, match="f draws random numbers in some of its evaluations only"):
+        with pytest.raises(tm.NonRepeatableFieldError, match="f draws random numbers in some of its evaluations only"):
             f = lambda t, y: -y + (torch.rand(3) if t > 0.5 else 0.0)  # noqa: E731
             tm.solve(f, y0, (0.0, 1.0), controller=FIXED, gradient=method, observe=observe)
 
@@ -326,7 +326,7 @@ def test_random_numbers_in_a_checkpoint_inside_f_are_refused(method, reentrant):
     def func(t: Tensor, y: Tensor) -> Any:
         return checkpoint(f, t, y, use_reentrant=reentrant)
 
-    with pytest.raises(tm.NonRepeatableField, match="torch.utils.checkpoint inside f"):
+    with pytest.raises(tm.NonRepeatableFieldError, match="torch.utils.checkpoint inside f"):
         gradient(func, y0, [], gradient=method)
     with torch.no_grad():
         tm.solve(func, y0, (0.0, 1.0), controller=FIXED, gradient=method)  # nothing will be called again
@@ -356,11 +356,11 @@ def test_different_numbers_at_each_evaluation_are_for_naive():
         seen.append(torch.rand(()))
         return f(t, y)
 
-    with pytest.raises(tm.Incompatible, match="gradient=Naive"):
+    with pytest.raises(tm.IncompatibleError, match="gradient=Naive"):
         tm.solve(func, y0, (0.0, 1.0), controller=FIXED, randomness="different")
-    with pytest.raises(tm.InvalidOption, match='"same".*"different"'):
+    with pytest.raises(tm.InvalidOptionError, match='"same".*"different"'):
         tm.solve(func, y0, (0.0, 1.0), controller=FIXED, randomness="fresh")
-    with pytest.raises(tm.InvalidOption, match="torch.Generator"):
+    with pytest.raises(tm.InvalidOptionError, match="torch.Generator"):
         tm.solve(func, y0, (0.0, 1.0), controller=FIXED, generator=3)  # type: ignore[arg-type]
     solver = tm.ALF(refresh="never")
     how: Any = {"solver": solver, "controller": FIXED, "gradient": tm.Naive(), "randomness": "different"}
@@ -441,6 +441,6 @@ def test_the_mode_is_gone_after_an_error():
     with pytest.raises(KeyError):
         tm.solve(f, torch.ones(3), (0.0, 1.0))
     assert torch._C._len_torch_dispatch_stack() == 0
-    with pytest.raises(tm.NonRepeatableField), Refused("f"):
+    with pytest.raises(tm.NonRepeatableFieldError), Refused("f"):
         torch.rand(3)
     assert First(Draws(Source()), False, 1e-3).eps == 1e-3

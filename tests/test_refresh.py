@@ -77,7 +77,7 @@ def test_the_ends_of_the_range_of_orders_4_and_6_are_accurate_too(ode, order, n_
 
 @pytest.mark.parametrize("ode", [VAN_DER_POL, LORENZ], ids=repr)
 def test_without_refresh_the_same_problems_diverge_at_any_step(ode):
-    with pytest.raises(tm.NonFinite):
+    with pytest.raises(tm.NonFiniteError):
         solved(ode, 1000, tm.ALF(refresh="never"), tm.ACA())
 
 

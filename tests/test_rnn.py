@@ -135,12 +135,12 @@ def test_networks_are_copied_with_all_they_are(copied):
 @pytest.mark.parametrize(
     ("change", "error", "fragments"),
     [
-        ({"x": torch.zeros(3, 6)}, tm.InvalidState, ["(batch, length, channels)", "(3, 6)"]),
-        ({"x": torch.zeros(3, 0, 2), "t": torch.zeros(0)}, tm.InvalidState, ["1 or more", "(3, 0, 2)"]),
-        ({"t": torch.zeros(3, 6)}, tm.InvalidTimes, ["(3, 6)", "needs (6,)", "observed"]),
-        ({"t": torch.tensor([0.0, 1, 3, 2, 4, 5])}, tm.InvalidTimes, ["t[2] = 3, t[3] = 2", "reverse=True"]),
-        ({"observed": torch.ones(3, 6, 2).bool()}, tm.InvalidState, ["(3, 6, 2)", "any(-1)"]),
-        ({"observed": torch.ones(3, 6)}, tm.InvalidState, ["torch.float32", "bool of shape (3, 6)"]),
+        ({"x": torch.zeros(3, 6)}, tm.InvalidStateError, ["(batch, length, channels)", "(3, 6)"]),
+        ({"x": torch.zeros(3, 0, 2), "t": torch.zeros(0)}, tm.InvalidStateError, ["1 or more", "(3, 0, 2)"]),
+        ({"t": torch.zeros(3, 6)}, tm.InvalidTimesError, ["(3, 6)", "needs (6,)", "observed"]),
+        ({"t": torch.tensor([0.0, 1, 3, 2, 4, 5])}, tm.InvalidTimesError, ["t[2] = 3, t[3] = 2", "reverse=True"]),
+        ({"observed": torch.ones(3, 6, 2).bool()}, tm.InvalidStateError, ["(3, 6, 2)", "any(-1)"]),
+        ({"observed": torch.ones(3, 6)}, tm.InvalidStateError, ["torch.float32", "bool of shape (3, 6)"]),
     ],
 )
 def test_series_that_do_not_fit_are_refused(change, error, fragments):

@@ -91,7 +91,7 @@ def test_mali_meets_the_start_and_the_discrete_gradient_where_the_adjoint_does_n
 
 def test_alf_as_published_does_not_get_through_van_der_pol(theory):
     cell = theory["reverse"]["tolerances"]["Van der Pol, mu = 1"]["MALI as published"]["0.01"]
-    assert "StepLimit" in cell["failed"]
+    assert "StepLimitError" in cell["failed"]
 
 
 def test_trials_are_recorded_and_start_where_the_last_accepted_one_ended(sketches):

@@ -1,34 +1,109 @@
 """Neural ODEs with exact discrete gradients, in memory that does not grow with the number of steps."""
 
-# ruff: noqa: I001 (names side by side rather than one to a line)
-# fmt: off
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torchmali.errors as errors
 from torchmali.audit import Audit, audit
 from torchmali.code import Code, solve_back
 from torchmali.controllers import AdaptiveStep, FixedStep, StepController, rms_norm
+from torchmali.errors import (
+    DoubleBackwardError,
+    IncompatibleError,
+    InvalidFieldError,
+    InvalidOptionError,
+    InvalidStateError,
+    InvalidTimesError,
+    NonFiniteError,
+    NonRepeatableFieldError,
+    SolverError,
+    SolverWarning,
+    StepLimitError,
+    StepUnderflowError,
+    UnknownMethodError,
+)
 from torchmali.gradients.aca import ACA
 from torchmali.gradients.adjoint import Adjoint
 from torchmali.gradients.base import GradientMethod
 from torchmali.gradients.mali import MALI
 from torchmali.gradients.naive import Naive
 from torchmali.odeint import odeint, odeint_adjoint, solve
-from torchmali.solution import (
-    DoubleBackward, Incompatible, InvalidField, InvalidOption, InvalidState, InvalidTimes, NonFinite,
-    NonRepeatableField, Solution, SolverError, SolverWarning, Stats, StepLimit, StepUnderflow, UnknownMethod,
-)
+from torchmali.solution import Solution, Stats
 from torchmali.solvers.base import ReversibleSolver, Solver
 from torchmali.solvers.coupled import Reversible
 from torchmali.solvers.leapfrog import ALF
 from torchmali.solvers.runge_kutta import (
-    RK4, Bosh3, Dopri5, Dopri8, Euler, Heun, Heun3, HeunEuler, Midpoint, RK4ThreeEighths, Tsit5,
+    RK4,
+    Bosh3,
+    Dopri5,
+    Dopri8,
+    Euler,
+    Heun,
+    Heun3,
+    HeunEuler,
+    Midpoint,
+    RK4ThreeEighths,
+    Tsit5,
 )
 
 __version__ = "0.1.0.dev0"
 
 __all__ = [
-    "ACA", "ALF", "MALI", "RK4", "AdaptiveStep", "Adjoint", "Audit", "Bosh3", "Code", "Dopri5", "Dopri8",
-    "DoubleBackward", "Euler", "FixedStep", "GradientMethod", "Heun", "Heun3", "HeunEuler", "Incompatible",
-    "InvalidField", "InvalidOption", "InvalidState", "InvalidTimes", "Midpoint", "Naive", "NonFinite",
-    "NonRepeatableField", "RK4ThreeEighths", "Reversible", "ReversibleSolver", "Solution", "Solver", "SolverError",
-    "SolverWarning", "Stats", "StepController", "StepLimit", "StepUnderflow", "Tsit5", "UnknownMethod", "audit",
-    "odeint", "odeint_adjoint", "rms_norm", "solve", "solve_back",
+    "ACA",
+    "ALF",
+    "MALI",
+    "RK4",
+    "AdaptiveStep",
+    "Adjoint",
+    "Audit",
+    "Bosh3",
+    "Code",
+    "Dopri5",
+    "Dopri8",
+    "DoubleBackwardError",
+    "Euler",
+    "FixedStep",
+    "GradientMethod",
+    "Heun",
+    "Heun3",
+    "HeunEuler",
+    "IncompatibleError",
+    "InvalidFieldError",
+    "InvalidOptionError",
+    "InvalidStateError",
+    "InvalidTimesError",
+    "Midpoint",
+    "Naive",
+    "NonFiniteError",
+    "NonRepeatableFieldError",
+    "RK4ThreeEighths",
+    "Reversible",
+    "ReversibleSolver",
+    "Solution",
+    "Solver",
+    "SolverError",
+    "SolverWarning",
+    "Stats",
+    "StepController",
+    "StepLimitError",
+    "StepUnderflowError",
+    "Tsit5",
+    "UnknownMethodError",
+    "audit",
+    "odeint",
+    "odeint_adjoint",
+    "rms_norm",
+    "solve",
+    "solve_back",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """The errors under the names of release 0.1, without "Error" at the end. They will go with the release after."""
+    error = getattr(errors, f"{name}Error", None)
+    if error is None or name == "Solver":
+        raise AttributeError(f"module 'torchmali' has no attribute {name!r}")
+    warnings.warn(f"torchmali.{name} is called torchmali.{name}Error now.", DeprecationWarning, stacklevel=2)
+    return error

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from torchmali.audit import METHODS, audit
-from torchmali.solution import SolverError, require
+from torchmali.errors import InvalidOptionError, SolverError
 
 NEEDED = (
     "it must return the first arguments of audit, (func, y0, t) or (func, y0, t, loss), or (module, y0), or a dict of "
@@ -38,7 +38,8 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     try:
         folder = options.html.parent if options.html else Path()
-        require(folder.is_dir(), f"There is no folder {folder} for --html.")
+        if not folder.is_dir():
+            raise InvalidOptionError(f"There is no folder {folder} for --html.")
         found = audit(**arguments_of(options))
     except SolverError as error:
         command.exit(2, f"{error}\n")
@@ -57,9 +58,11 @@ def arguments_of(options: argparse.Namespace) -> dict[str, Any]:
 def load(text: str) -> dict[str, Any]:
     """Arguments of audit, from the function of that name."""
     place, _, name = text.rpartition(":")
-    require(bool(place and name), f"{text!r} names no function: write MODULE:FUNCTION or path/to/file.py:FUNCTION.")
+    if not (place and name):
+        raise InvalidOptionError(f"{text!r} names no function: write MODULE:FUNCTION or path/to/file.py:FUNCTION.")
     if place.endswith(".py"):
-        require(Path(place).is_file(), f"There is no file {place}.")
+        if not Path(place).is_file():
+            raise InvalidOptionError(f"There is no file {place}.")
         sys.path.insert(0, str(Path(place).parent))  # as for a script: its neighbours can be imported
         names = runpy.run_path(place)
     else:
@@ -67,20 +70,28 @@ def load(text: str) -> dict[str, Any]:
             names = vars(importlib.import_module(place))
         except ModuleNotFoundError as error:
             is_another = not f"{place}.".startswith(f"{error.name}.")  # which the module itself wants to import
-            require(is_another, f"There is no module {place!r} here. For a file, write path/to/file.py:{name}.")
-            raise
+            if is_another:
+                raise
+            raise InvalidOptionError(
+                f"There is no module {place!r} here. For a file, write path/to/file.py:{name}."
+            ) from None
     own = [key for key, x in names.items() if callable(x) and getattr(x, "__module__", None) == names["__name__"]]
-    require(callable(names.get(name)), f"{place} has no function {name!r}; it has {', '.join(own) or 'none'}.")
+    if not callable(names.get(name)):
+        raise InvalidOptionError(f"{place} has no function {name!r}; it has {', '.join(own) or 'none'}.")
     problem = names[name]()
     known = list(inspect.signature(audit).parameters)
     if isinstance(problem, tuple):
-        require(len(problem) in (2, 3, 4), f"{text} returned {len(problem)} values, but {NEEDED}.")
+        if len(problem) not in (2, 3, 4):
+            raise InvalidOptionError(f"{text} returned {len(problem)} values, but {NEEDED}.")
         return dict(zip(known, problem, strict=False))
-    require(isinstance(problem, dict), f"{text} returned a {type(problem).__name__}, but {NEEDED}.")
+    if not isinstance(problem, dict):
+        raise InvalidOptionError(f"{text} returned a {type(problem).__name__}, but {NEEDED}.")
     unknown, missing = [key for key in problem if key not in known], [key for key in known[:2] if key not in problem]
     what = f"{text} returned a dict with {list(problem)}, but audit"
-    require(not unknown, f"{what} has no argument {', '.join(map(str, unknown))}; it has {', '.join(known)}.")
-    require(not missing, f"{what} needs {' and '.join(missing)}.")
+    if unknown:
+        raise InvalidOptionError(f"{what} has no argument {', '.join(map(str, unknown))}; it has {', '.join(known)}.")
+    if missing:
+        raise InvalidOptionError(f"{what} needs {' and '.join(missing)}.")
     return problem
 
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from torchmali.errors import NonRepeatableFieldError
 from torchmali.field import Field
 from torchmali.grid import Grid
-from torchmali.solution import NonRepeatableField, require
 from torchmali.solvers.base import ReversibleSolver, Solver
 from torchmali.state import Memento, State, Structure
 from torchmali.tape import Event, Refresh, Rescale, Step, Tape
@@ -55,12 +55,12 @@ class Code:
                 elif isinstance(event, Refresh):
                     # The start: v is f(t, z) there, if nothing went wrong.
                     begun = self.solver.renew(f.as_in_backward, event.t, state, None)
-                    what = (
-                        "This code was not made with this f: the way back does not end in a state with v = f(t, y). f "
-                        "must be the very same function: weights, modes and buffers, dtype, device, autocast, and no "
-                        "random numbers drawn inside it."
-                    )
-                    require(state.distance(begun, begun, 0.0).component == 0, what, NonRepeatableField)
+                    if state.distance(begun, begun, 0.0).component != 0:
+                        raise NonRepeatableFieldError(
+                            "This code was not made with this f: the way back does not end in a state with v = f(t, "
+                            "y). f must be the very same function: weights, modes and buffers, dtype, device, "
+                            "autocast, and no random numbers drawn inside it."
+                        )
         return state
 
     def __repr__(self) -> str:

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchmali.solution import Incompatible, InvalidOption, NonFinite, StepLimit, StepUnderflow, require, short_repr
+from torchmali.errors import IncompatibleError, InvalidOptionError, NonFiniteError, StepLimitError, StepUnderflowError
+from torchmali.solution import short_repr
 from torchmali.solvers.base import Attempt, Slope, Solver
 from torchmali.state import Leaves, State, Structure, Tensors, Time, combine, first_non_finite, number
 
@@ -37,7 +38,7 @@ def checked_norm(norm: Norm, x: Tensors) -> Tensor:
         got = f"a {type(value).__name__}"
         if isinstance(value, Tensor):
             got = f"a tensor of shape {tuple(value.shape)}, {value.dtype}"
-        raise InvalidOption(
+        raise InvalidOptionError(
             "AdaptiveStep(norm=...) must make one real number, as a 0-d tensor, from a tuple of the scaled error's "
             f"leaves; it returned {got}. As an example, norm=lambda x: torch.stack([e.abs().max() for e in x]).max()."
         )
@@ -80,11 +81,11 @@ class StepController(ABC):
 
     def check(self, solver: Solver) -> None:
         """Raise if this controller cannot drive this solver."""
-        what = (
-            f"AdaptiveStep needs a solver with an error estimate, but {type(solver).__name__} has none. Use "
-            "controller=FixedStep(h), or solver=HeunEuler(), Bosh3(), Dopri5(), Tsit5(), Dopri8() or ALF()."
-        )
-        require(not self.adaptive or solver.error_order is not None, what, Incompatible)
+        if self.adaptive and solver.error_order is None:
+            raise IncompatibleError(
+                f"AdaptiveStep needs a solver with an error estimate, but {type(solver).__name__} has none. Use "
+                "controller=FixedStep(h), or solver=HeunEuler(), Bosh3(), Dopri5(), Tsit5(), Dopri8() or ALF()."
+            )
 
     @abstractmethod
     def lands(self, solver: Solver) -> bool:
@@ -114,7 +115,8 @@ class FixedStep(StepController):
 
     def __post_init__(self):
         positive = isinstance(self.h, (int, float)) and self.h > 0
-        require(positive, f"FixedStep(h={self.h!r}): the step must be a positive number (t gives the sign).")
+        if not positive:
+            raise InvalidOptionError(f"FixedStep(h={self.h!r}): the step must be a positive number (t gives the sign).")
 
     def lands(self, solver: Solver) -> bool:
         return True
@@ -177,24 +179,36 @@ class AdaptiveStep(StepController):
         me = "AdaptiveStep"
         for name, tol in (("rtol", self.rtol), ("atol", self.atol)):
             fits = all(isinstance(x, (int, float)) and x >= 0 for x in Structure.of(tol).flatten(tol))
-            require(fits, f"{me}({name}={tol!r}): tolerances must be numbers, and not negative.")
-        require(self.rtol != 0 or self.atol != 0, f"{me}(rtol=0, atol=0): no step is ever accurate enough; give one.")
+            if not fits:
+                raise InvalidOptionError(f"{me}({name}={tol!r}): tolerances must be numbers, and not negative.")
+        if self.rtol == 0 and self.atol == 0:
+            raise InvalidOptionError(f"{me}(rtol=0, atol=0): no step is ever accurate enough; give one.")
         positive = self.h0 is None or (isinstance(self.h0, (int, float, Tensor)) and self.h0 > 0)
-        require(positive, f"{me}(h0={self.h0!r}): the step must be a positive number (t gives the sign), or None.")
-        require(0 < self.safety < 1, f"{me}(safety={self.safety}): must lie in (0, 1).")
+        if not positive:
+            raise InvalidOptionError(
+                f"{me}(h0={self.h0!r}): the step must be a positive number (t gives the sign), or None."
+            )
+        if not 0 < self.safety < 1:
+            raise InvalidOptionError(f"{me}(safety={self.safety}): must lie in (0, 1).")
         low, high = self.min_factor, self.max_factor
-        require(0 < low < 1 < high, f"{me}: need 0 < min_factor < 1 < max_factor, got {low}, {high}.")
-        require(0 <= self.beta < 1, f"{me}(beta={self.beta}): must lie in [0, 1), where 0 is the plain controller.")
-        require(0 <= self.h_min < self.h_max, f"{me}: need 0 <= h_min < h_max, got {self.h_min}, {self.h_max}.")
-        require(self.max_steps > 0, f"{me}(max_steps={self.max_steps}): need at least one step.")
+        if not 0 < low < 1 < high:
+            raise InvalidOptionError(f"{me}: need 0 < min_factor < 1 < max_factor, got {low}, {high}.")
+        if not 0 <= self.beta < 1:
+            raise InvalidOptionError(f"{me}(beta={self.beta}): must lie in [0, 1), where 0 is the plain controller.")
+        if not 0 <= self.h_min < self.h_max:
+            raise InvalidOptionError(f"{me}: need 0 <= h_min < h_max, got {self.h_min}, {self.h_max}.")
+        if self.max_steps < 1:
+            raise InvalidOptionError(f"{me}(max_steps={self.max_steps}): need at least one step.")
 
     def lands(self, solver: Solver) -> bool:
         return self.land or not solver.interpolates
 
     def bind(self, structure: Structure) -> AdaptiveStep:
         rtol, atol = (self._per_leaf(name, structure) for name in ("rtol", "atol"))
-        what = f"AdaptiveStep(rtol={self.rtol}, atol={self.atol}): a leaf with both at 0 is never accurate enough."
-        require(all(map(any, zip(rtol, atol, strict=True))), what)
+        if not all(map(any, zip(rtol, atol, strict=True))):
+            raise InvalidOptionError(
+                f"AdaptiveStep(rtol={self.rtol}, atol={self.atol}): a leaf with both at 0 is never accurate enough."
+            )
         return replace(self, rtol=rtol, atol=atol)
 
     def _per_leaf(self, name: str, structure: Structure) -> tuple[float, ...]:
@@ -204,7 +218,7 @@ class AdaptiveStep(StepController):
         try:
             return tuple(float(x) for x in structure.flatten(value))
         except (ValueError, TypeError) as mismatch:
-            raise InvalidOption(
+            raise InvalidOptionError(
                 f"AdaptiveStep({name}=...) must be a number or have one number for each leaf of y0; found {mismatch}."
             ) from None
 
@@ -231,11 +245,11 @@ class _AdaptivePace(Pace):
         self.last = 1e-4  # the ratio of the last accepted step (Hairer's first one)
         span = abs(number(start.t_end - start.t0))
         smallest = _smallest_step(0.0, span)
-        what = (
-            f"AdaptiveStep(h0={controller.h0}) is too short for a solve over a time of {span:.3g}: steps below "
-            f"{smallest:.2g} are no more than round-off of the time. Give a longer h0, or None to have it chosen."
-        )
-        require(controller.h0 is None or controller.h0 >= smallest, what)
+        if controller.h0 is not None and not controller.h0 >= smallest:
+            raise InvalidOptionError(
+                f"AdaptiveStep(h0={controller.h0}) is too short for a solve over a time of {span:.3g}: steps below "
+                f"{smallest:.2g} are no more than round-off of the time. Give a longer h0, or None to have it chosen."
+            )
         size = controller.h0 or self._first_step(start)
         size = max(size, controller.h_min, 10 * math.ulp(number(start.t0)))  # it must move the time
         self.h: Time = math.copysign(min(size, controller.h_max), number(start.t_end - start.t0))
@@ -308,7 +322,7 @@ class _AdaptivePace(Pace):
         if not accepted:
             self._check_size(number(t0), number(h), attempt, value)
         if self.n_attempts >= self.limit and not (accepted and t1 is self.t_end):
-            raise StepLimit(
+            raise StepLimitError(
                 f"{self.n_attempts} steps reached t = {number(t1 if accepted else t0):.6g} of "
                 f"{number(self.t_end):.6g} (h = {abs(number(self.h)):.3g}, {self.n_rejected / self.n_attempts:.0%} "
                 "rejected). The problem may be stiff, or contract too much for ALF without refresh; loosen rtol/atol, "
@@ -324,11 +338,11 @@ class _AdaptivePace(Pace):
             assert attempt.error is not None
             leaf = first_non_finite((*attempt.error, *attempt.state.point))
             where = "" if leaf is None else f" in leaf {leaf % len(attempt.state.point)}"
-            raise NonFinite(
+            raise NonFiniteError(
                 f"The step from t = {t:.6g} gives non-finite values{where} even with h = {abs(h):.3g}. f is not "
                 "finite there, or the solution grows without bound before the end time."
             )
-        raise StepUnderflow(
+        raise StepUnderflowError(
             f"At t = {t:.6g} the tolerance asks for steps below {smallest:.3g} (h = {abs(number(self.h)):.3g}, error "
             f"{ratio:.3g} x tolerance, {self.n_rejected / self.n_attempts:.0%} of {self.n_attempts} attempts "
             "rejected). Loosen rtol/atol (float32 cannot meet rtol below 1e-5), use a float64 state, or look "

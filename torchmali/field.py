@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
+from torchmali.errors import InvalidFieldError, InvalidOptionError, NonRepeatableFieldError, warn
 from torchmali.randomness import Operations, Source
-from torchmali.solution import InvalidField, NonRepeatableField, require, warn
 from torchmali.state import Leaves, Structure, Tensors, Time
 from torchmali.surroundings import Surroundings, version_of
 
@@ -59,7 +59,10 @@ class Field:
         loose = [*search.loose.values(), *(self.arg_leaves[i] for i in self.fixed_slots)]
         found = found if params is None else list(params)
         listed = not isinstance(params, Tensor) and all(isinstance(p, Tensor) for p in found)
-        require(listed, "params must be a list of tensors, as in params=[w] or params=list(net.parameters()).")
+        if not listed:
+            raise InvalidOptionError(
+                "params must be a list of tensors, as in params=[w] or params=list(net.parameters())."
+            )
         # By identity: one that is listed twice would get its gradient twice.
         unique = {id(p): p for p in found if p.requires_grad}
         # What another one is computed from gets its gradient through that one, outside: here it would be counted twice.
@@ -165,8 +168,10 @@ class Field:
             self.returned = [(weakref.ref(x), x._version) for x in u if not x.is_inference()]
         elif self.returned:
             is_kept = all((x := there()) is None or x._version == version for there, version in self.returned)
-            what = f"{self.called} overwrites what it returned before: let it return a new tensor."
-            require(is_kept, what, InvalidField)
+            if not is_kept:
+                raise InvalidFieldError(
+                    f"{self.called} overwrites what it returned before: let it return a new tensor."
+                )
             self.returned = []  # later the solver may work on them itself
         # The second one may be the first without gradients.
         self.needs_care = self.n_careful < 2 or self.needs_graph or around.is_active
@@ -261,8 +266,10 @@ class Field:
             changes = self.surroundings.changes()
             if changes:  # they may be of modules that f could reach but has no use for: ask f itself
                 again = "Call backward before that, or solve again after it."
-                what = f"{self.called} is not what it was in the forward pass: {changes}. {again}"
-                require(self.is_as_first(t, z), what, NonRepeatableField)
+                if not self.is_as_first(t, z):
+                    raise NonRepeatableFieldError(
+                        f"{self.called} is not what it was in the forward pass: {changes}. {again}"
+                    )
             with without_hooks([x for original in self.originals if (x := original()) is not None]):
                 yield
 
@@ -295,7 +302,7 @@ class Field:
         try:
             return self.structure.flatten(u)
         except ValueError as mismatch:
-            raise InvalidField(
+            raise InvalidFieldError(
                 f"f must return a slope for each leaf of y, in y's structure; it returned {mismatch}."
             ) from None
 
@@ -303,11 +310,11 @@ class Field:
         """A leaf of f(t, y) that is not like y."""
         of = f" for leaf {i}" if len(self.signature) > 1 else ""
         if not isinstance(leaf, Tensor):
-            raise InvalidField(f"f must return tensors; it returned a {type(leaf).__name__}{of}.")
+            raise InvalidFieldError(f"f must return tensors; it returned a {type(leaf).__name__}{of}.")
         shape, dtype = self.signature[i]
         if self.surroundings.is_cast and leaf.shape == shape and leaf.is_floating_point():
             return leaf.to(dtype)
-        raise InvalidField(
+        raise InvalidFieldError(
             f"f must return dy/dt with y's shape and dtype{of}: y has shape {tuple(shape)}, {dtype}; f returned "
             f"{tuple(leaf.shape)}, {leaf.dtype}. (A different shape would be broadcast, a different dtype would "
             "change the precision of the state: reshape or cast inside f.)"
@@ -328,11 +335,12 @@ class Field:
 
     def _tell_of_leaves(self, u: Leaves, known: Sequence[Tensor]) -> None:
         for leaf in forgotten_leaves(u, known):
-            twice = (
-                f"f depends on a tensor of shape {tuple(leaf.shape)} directly and through another tensor that was made "
-                "from it outside f, and only one of the two parts would be counted. Pass the other through args=(...)."
-            )
-            require(id(leaf) not in self.behind, twice, InvalidField)
+            if id(leaf) in self.behind:
+                raise InvalidFieldError(
+                    f"f depends on a tensor of shape {tuple(leaf.shape)} directly and through another tensor that was "
+                    "made from it outside f, and only one of the two parts would be counted. Pass the other through "
+                    "args=(...)."
+                )
             if id(leaf) not in self.told:
                 warn(
                     f"{self.called} depends on a tensor of shape {tuple(leaf.shape)} that requires a gradient but "
@@ -378,7 +386,7 @@ class Field:
         except RuntimeError as error:
             if "second time" not in str(error):
                 raise
-            raise InvalidField(
+            raise InvalidFieldError(
                 f"{self.called} reads a tensor that was computed outside it from its own parameters, and each step "
                 "would have to go back through that. Pass the tensor through args=(...), or compute it inside."
             ) from error
@@ -399,7 +407,7 @@ class Recorded(NamedTuple):
 
 
 def raise_for_change(called: str) -> NoReturn:
-    raise InvalidField(f"{called} changes y in place, but y is the state itself, or y0: let it work on y.clone().")
+    raise InvalidFieldError(f"{called} changes y in place, but y is the state itself, or y0: let it work on y.clone().")
 
 
 def _is_followed(z: Tensors) -> bool:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchmali.solution import NonFinite
+from torchmali.errors import NonFiniteError
 from torchmali.state import Tensors
 
 WORDS = {torch.float32: torch.int32, torch.float64: torch.int64}
@@ -176,7 +176,9 @@ def spacings(x: Sequence[Tensor], words: Sequence[torch.dtype]) -> tuple[tuple[i
     real = max((leaf.dtype for leaf in x), key=lambda real: real.itemsize)
     sizes = magnitudes(stack_of([end for leaf in x for end in extremes(leaf)], real).tolist(), len(x))
     if not all(map(math.isfinite, sizes)):
-        raise NonFinite(f"Non-finite values in leaf {[*map(math.isfinite, sizes)].index(False)} of y0 or of f(t, y).")
+        raise NonFiniteError(
+            f"Non-finite values in leaf {[*map(math.isfinite, sizes)].index(False)} of y0 or of f(t, y)."
+        )
     k = tuple(
         min(FINEST[leaf.dtype], BITS[word] - math.frexp(size)[1]) if size else BLANK
         for leaf, word, size in zip(x, words, sizes, strict=True)

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from torchmali.controllers import Pace, Start, StepController
-from torchmali.solution import NonFinite, Stats, require, warn
+from torchmali.errors import NonFiniteError, warn
+from torchmali.solution import Stats
 from torchmali.solvers.base import Attempt, Slope, Solver
 from torchmali.state import FITS, Floats, State, Tensors, Time, first_non_finite, number
 from torchmali.tape import Output, Refresh, Rescale, Step, Tape
@@ -72,7 +73,7 @@ def integrate(
     if first_non_finite(loop.state.point) is not None:
         with torch.no_grad():
             integrate(f, z0, [number(t) for t in times], solver, controller, lambda k, z: None, stats, locate=True)
-        raise NonFinite("The solution is not finite, but a repetition of the same solve is: f is not repeatable.")
+        raise NonFiniteError("The solution is not finite, but a repetition of the same solve is: f is not repeatable.")
     return loop.state, loop.tape
 
 
@@ -220,7 +221,8 @@ class _Loop:
                 return None
             error = math.nan  # rejected, where a controller can reject it
             what = "Values that are not finite, or outgrow the integer grid within one step,"
-            require(self.adaptive, f"{what} {_at(t, t1)}. {LOOK_THERE}", NonFinite)
+            if not self.adaptive:
+                raise NonFiniteError(f"{what} {_at(t, t1)}. {LOOK_THERE}")
         if ratio is not None and not self.pace.accepts(t, t1, attempt, ratio, error):
             self._reject(attempt)
             return None
@@ -383,6 +385,6 @@ def _warn_of_alternation(n_steps: int) -> None:
 def _raise_if_non_finite(state: State, where: str) -> None:
     leaf = first_non_finite((*state.point, *state.slope))
     if leaf is not None:
-        raise NonFinite(
+        raise NonFiniteError(
             f"Non-finite values in leaf {leaf % len(state.point)} of the state, first seen {where}. {LOOK_THERE}"
         )

@@ -15,6 +15,15 @@ from torch.nn.parameter import is_lazy
 import torchmali.solvers.runge_kutta as rk
 from torchmali.code import Code
 from torchmali.controllers import AdaptiveStep, FixedStep, StepController
+from torchmali.errors import (
+    IncompatibleError,
+    InvalidFieldError,
+    InvalidOptionError,
+    InvalidStateError,
+    InvalidTimesError,
+    UnknownMethodError,
+    warn,
+)
 from torchmali.field import Field
 from torchmali.gradients.aca import ACA
 from torchmali.gradients.adjoint import Adjoint
@@ -23,18 +32,7 @@ from torchmali.gradients.mali import MALI
 from torchmali.gradients.naive import Naive
 from torchmali.outlet import Kept, Observed, Observer
 from torchmali.randomness import Source
-from torchmali.solution import (
-    Incompatible,
-    InvalidField,
-    InvalidOption,
-    InvalidState,
-    InvalidTimes,
-    Solution,
-    Stats,
-    UnknownMethod,
-    require,
-    warn,
-)
+from torchmali.solution import Solution, Stats
 from torchmali.solvers.base import Solver
 from torchmali.solvers.leapfrog import ALF
 from torchmali.state import Structure, Tensors
@@ -114,13 +112,15 @@ def solve(
         ("gradient", gradient, GradientMethod),
     ):
         if not isinstance(value, base):
-            raise InvalidOption(
+            raise InvalidOptionError(
                 f"{name}={value!r} is not a {base.__name__}: give an object such as solver=ALF(), "
                 "controller=FixedStep(0.1), gradient=MALI(). (Names as strings are understood by odeint.)"
             )
     gradient.check(solver, controller)
     if return_code and not gradient.on_integers:
-        raise Incompatible(f"return_code=True needs a solve on integers: gradient=MALI(exact=True), not {gradient}.")
+        raise IncompatibleError(
+            f"return_code=True needs a solve on integers: gradient=MALI(exact=True), not {gradient}."
+        )
     source = _source(generator, randomness, gradient)
     structure = Structure.of(y0)
     z0 = _checked_state(tuple(_dense(_uncast(z)) for z in structure.flatten(y0)))
@@ -129,23 +129,25 @@ def solve(
     t_out, times = _checked_times(t)
     _warn_of_times(times, z0)
     got = type(args).__name__
-    require(isinstance(args, tuple), f"args must be a tuple of further arguments of f, as in args=(x,); got a {got}.")
+    if not isinstance(args, tuple):
+        raise InvalidOptionError(f"args must be a tuple of further arguments of f, as in args=(x,); got a {got}.")
     field = Field(func, z0, structure, args, params, buffers, source)
     observer = None if observe is None else Observer(observe, z0, structure, source)
     waits = field.surroundings.synchronises or (observer is not None and observer.surroundings.synchronises)
     unsteady = gradient.unsteady(solver, controller) if waits else []
-    what = (
-        "A SyncBatchNorm makes each evaluation wait for the same one in all processes, but with "
-        f"{', with '.join(unsteady)} their number depends on the data of each process: they would wait forever."
-    )
-    require(not unsteady, what, Incompatible)
+    if unsteady:
+        raise IncompatibleError(
+            "A SyncBatchNorm makes each evaluation wait for the same one in all processes, but with "
+            f"{', with '.join(unsteady)} their number depends on the data of each process: they would wait forever."
+        )
     for function in (field, observer):
         if function is not None:
             function.looks_for_leaves = torch.is_grad_enabled() and not isinstance(gradient, Naive)
-            what = (
-                "f has parameters without a shape yet, of a lazy module: call f once, with y0, before the first solve."
-            )
-            require(not function.looks_for_leaves or not any(map(is_lazy, function.theta)), what, InvalidField)
+            if function.looks_for_leaves and any(map(is_lazy, function.theta)):
+                raise InvalidFieldError(
+                    "f has parameters without a shape yet, of a lazy module: call f once, with y0, before the first "
+                    "solve."
+                )
     outlet = Kept(len(times)) if observer is None else Observed(observer, len(times))
     wants_t = t_out.requires_grad or has_tangent(t_out)
     problem = Problem(field, z0, times, t_out if wants_t else None, solver, controller, outlet, Stats(), return_code)
@@ -156,15 +158,19 @@ def solve(
 
 
 def _source(generator: Any, randomness: Any, gradient: GradientMethod) -> Source:
-    what = f"generator={generator!r}: give a torch.Generator, as in generator=torch.Generator().manual_seed(0)."
-    require(generator is None or isinstance(generator, Generator), what)
-    what = f'randomness={randomness!r}: "same" (numbers in all evaluations of f) or "different" (in each).'
-    require(randomness in ("same", "different"), what)
-    what = (
-        f'randomness="different" draws new random numbers at every evaluation of f, but {type(gradient).__name__} '
-        'evaluates f again in the backward pass and needs the old ones. Use gradient=Naive(), or randomness="same".'
-    )
-    require(randomness == "same" or isinstance(gradient, Naive), what, Incompatible)
+    if generator is not None and not isinstance(generator, Generator):
+        raise InvalidOptionError(
+            f"generator={generator!r}: give a torch.Generator, as in generator=torch.Generator().manual_seed(0)."
+        )
+    if randomness not in ("same", "different"):
+        raise InvalidOptionError(
+            f'randomness={randomness!r}: "same" (numbers in all evaluations of f) or "different" (in each).'
+        )
+    if randomness != "same" and not isinstance(gradient, Naive):
+        raise IncompatibleError(
+            f'randomness="different" draws new random numbers at every evaluation of f, but {type(gradient).__name__} '
+            'evaluates f again in the backward pass and needs the old ones. Use gradient=Naive(), or randomness="same".'
+        )
     return Source(generator, is_fresh=randomness == "different")
 
 
@@ -185,18 +191,21 @@ def _dense(z: Any) -> Any:
 
 
 def _checked_state(z0: tuple) -> Tensors:
-    require(bool(z0), "y0 has no leaves: give at least one tensor.", InvalidState)
+    if not z0:
+        raise InvalidStateError("y0 has no leaves: give at least one tensor.")
     for i, z in enumerate(z0):
         of = f"leaf {i} of y0" if len(z0) > 1 else "y0"
-        what = f"{of} is a {type(z).__name__}: the state must be made of torch tensors."
-        require(isinstance(z, Tensor), what, InvalidState)
-        what = (
-            f"{of} has dtype {z.dtype}, too coarse for a state that sums many small steps. Keep the state in float32 "
-            "and call this under torch.autocast: then f alone runs in low precision."
-        )
-        require(z.dtype not in (torch.bfloat16, torch.float16), what, InvalidState)
-        what = f"{of} has dtype {z.dtype}: use a float32 or float64 state (torch.view_as_real for a complex one)."
-        require(z.dtype in (torch.float32, torch.float64), what, InvalidState)
+        if not isinstance(z, Tensor):
+            raise InvalidStateError(f"{of} is a {type(z).__name__}: the state must be made of torch tensors.")
+        if z.dtype in (torch.bfloat16, torch.float16):
+            raise InvalidStateError(
+                f"{of} has dtype {z.dtype}, too coarse for a state that sums many small steps. Keep the state in "
+                "float32 and call this under torch.autocast: then f alone runs in low precision."
+            )
+        if z.dtype not in (torch.float32, torch.float64):
+            raise InvalidStateError(
+                f"{of} has dtype {z.dtype}: use a float32 or float64 state (torch.view_as_real for a complex one)."
+            )
     return z0
 
 
@@ -228,20 +237,25 @@ def _checked_times(t: Any) -> tuple[Tensor, list[float]]:
     if isinstance(t, (list, tuple)) and all(type(x) in (float, int) for x in t):
         return torch.tensor(t, dtype=torch.float64), _ordered([float(x) for x in t])
     t = t if isinstance(t, Tensor) else torch.as_tensor(t, dtype=torch.float64)
-    require(t.ndim == 1, f"t must be one-dimensional, a sequence of times; got shape {tuple(t.shape)}.", InvalidTimes)
+    if t.ndim != 1:
+        raise InvalidTimesError(f"t must be one-dimensional, a sequence of times; got shape {tuple(t.shape)}.")
     return t, _ordered(t.detach().to("cpu", torch.float64).tolist())
 
 
 def _ordered(times: list[float]) -> list[float]:
-    require(len(times) >= 2, f"t needs a start and at least one output time; got {len(times)}.", InvalidTimes)
+    if len(times) < 2:
+        raise InvalidTimesError(f"t needs a start and at least one output time; got {len(times)}.")
     k = next((k for k, t in enumerate(times) if not math.isfinite(t)), -1)
-    require(k < 0, f"t must be finite; got t[{k}] = {times[k]}.", InvalidTimes)
+    if k >= 0:
+        raise InvalidTimesError(f"t must be finite; got t[{k}] = {times[k]}.")
     forward = times[1] > times[0]
     k = next((k for k, (a, b) in enumerate(pairwise(times)) if a == b or (b > a) != forward), -1)
     where = f"t[{k}] = {times[k]:g}, t[{k + 1}] = {times[k + 1]:g}"
     repeats = k >= 0 and times[k] == times[k + 1]
-    require(not repeats, f"t repeats a time: {where}. Give each output time once.", InvalidTimes)
-    require(k < 0, f"t must be increasing or decreasing throughout: {where}. Sort it.", InvalidTimes)
+    if repeats:
+        raise InvalidTimesError(f"t repeats a time: {where}. Give each output time once.")
+    if k >= 0:
+        raise InvalidTimesError(f"t must be increasing or decreasing throughout: {where}. Sort it.")
     return times
 
 
@@ -297,14 +311,18 @@ def odeint_adjoint(
 ) -> Any:
     """torchdiffeq's `odeint_adjoint`: `odeint` with the continuous adjoint. adjoint_options may say norm="seminorm"."""
     differ = adjoint_method is not None and adjoint_method != method
-    what = "options are those of `method`; with another adjoint_method give adjoint_options too, {} for none."
-    require(adjoint_options is not None or not options or not differ, what)
+    if adjoint_options is None and options and differ:
+        raise InvalidOptionError(
+            "options are those of `method`; with another adjoint_method give adjoint_options too, {} for none."
+        )
     backward = dict(options or {}) if adjoint_options is None else dict(adjoint_options)
     seminorm = backward.get("norm") == "seminorm"
     if seminorm or adjoint_options is None:
         backward.pop("norm", None)
-    what = 'adjoint_options["norm"] can only be "seminorm" here. For another norm: gradient=Adjoint(controller=...).'
-    require("norm" not in backward, what)
+    if "norm" in backward:
+        raise InvalidOptionError(
+            'adjoint_options["norm"] can only be "seminorm" here. For another norm: gradient=Adjoint(controller=...).'
+        )
     solver = _named(adjoint_method or method, SOLVERS, Solver, "method", rk.Dopri5())
     tolerances = rtol if adjoint_rtol is None else adjoint_rtol, atol if adjoint_atol is None else adjoint_atol
     gradient = Adjoint(solver, _controller(solver, *tolerances, backward), seminorm)
@@ -319,15 +337,19 @@ def _named(value: Any, known: Mapping[str, Any], base: type, what: str, default:
         return value
     if value in known:
         return known[value]
-    raise UnknownMethod(f"Unknown {what} {value!r}. Known: {', '.join(map(repr, known))}, or a {base.__name__} object.")
+    raise UnknownMethodError(
+        f"Unknown {what} {value!r}. Known: {', '.join(map(repr, known))}, or a {base.__name__} object."
+    )
 
 
 def _controller(solver: Solver, rtol: Any, atol: Any, options: Mapping[str, Any] | None) -> StepController:
     options = dict(options or {})
     size = options.pop("step_size", None)
     if size is not None or solver.error_order is None:
-        require(not options, f"Unknown options {sorted(options)} for fixed steps. Known: ['step_size'].")
+        if options:
+            raise InvalidOptionError(f"Unknown options {sorted(options)} for fixed steps. Known: ['step_size'].")
         return FixedStep(math.inf if size is None else size)
     unknown = sorted(set(options) - set(ADAPTIVE_OPTIONS))
-    require(not unknown, f"Unknown options {unknown}. Known: {['step_size', *ADAPTIVE_OPTIONS]}.")
+    if unknown:
+        raise InvalidOptionError(f"Unknown options {unknown}. Known: {['step_size', *ADAPTIVE_OPTIONS]}.")
     return AdaptiveStep(rtol, atol, **{ADAPTIVE_OPTIONS[name]: value for name, value in options.items()})

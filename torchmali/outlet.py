@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from torchmali.errors import InvalidFieldError
 from torchmali.field import Field, raise_for_change
 from torchmali.randomness import Source
-from torchmali.solution import InvalidField, require
 from torchmali.state import Structure, Tensors, Time
 from torchmali.surroundings import version_of
 
@@ -206,15 +206,16 @@ class Observer(Field):
             raise_for_change(self.called)
         is_real = isinstance(value, Tensor) and value.is_floating_point()
         got = value.dtype if isinstance(value, Tensor) else type(value).__name__
-        require(is_real, f"observe must return a tensor of real numbers, to be summed; got {got}.", InvalidField)
+        if not is_real:
+            raise InvalidFieldError(f"observe must return a tensor of real numbers, to be summed; got {got}.")
         if self.surroundings.is_cast and value.dtype in (torch.bfloat16, torch.float16):
             value = value.float()
         self.kind = self.kind or (value.shape, value.dtype)
-        what = (
-            f"observe must return the same shape and dtype at all times, to be summed; first {tuple(self.kind[0])}, "
-            f"{self.kind[1]}, now {tuple(value.shape)}, {value.dtype}."
-        )
-        require((value.shape, value.dtype) == self.kind, what, InvalidField)
+        if (value.shape, value.dtype) != self.kind:
+            raise InvalidFieldError(
+                "observe must return the same shape and dtype at all times, to be summed; first "
+                f"{tuple(self.kind[0])}, {self.kind[1]}, now {tuple(value.shape)}, {value.dtype}."
+            )
         return (value,)
 
 

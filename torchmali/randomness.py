@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import (
     _push_mode,
 )
 
-from torchmali.solution import NonRepeatableField, require
+from torchmali.errors import NonRepeatableFieldError
 
 aten = torch.ops.aten
 Rule = Callable[["Redirected", Any, tuple, Mapping[str, Any]], Any]  # (mode, operation, args, kwargs) -> result
@@ -273,13 +273,13 @@ class First(Redirected):
         if self.depth < 0:
             return
         files = [frame.f_code.co_filename for frame in _frames()]
-        what = (
-            "torch.utils.checkpoint inside f calls a part of f again in the backward pass, and that part draws random "
-            "numbers (dropout), which would then be other ones. Put checkpoint around the solve, or leave it out: "
-            "MALI and ACA keep no graph of f between its evaluations anyway."
-        )
         inside = files[: len(files) - self.depth]  # calls made since the evaluation began
-        require(checkpoint.__file__ not in inside, what, NonRepeatableField)
+        if checkpoint.__file__ in inside:
+            raise NonRepeatableFieldError(
+                "torch.utils.checkpoint inside f calls a part of f again in the backward pass, and that part draws "
+                "random numbers (dropout), which would then be other ones. Put checkpoint around the solve, or leave "
+                "it out: MALI and ACA keep no graph of f between its evaluations anyway."
+            )
 
 
 def _are_rounded(args: tuple, eps: float) -> bool:
@@ -300,7 +300,7 @@ class Refused(Redirected):
         self.called = called
 
     def before_draw(self) -> None:
-        raise NonRepeatableField(DRAWS_SOMETIMES.format(self.called))
+        raise NonRepeatableFieldError(DRAWS_SOMETIMES.format(self.called))
 
 
 def _frames() -> Iterator[Any]:
@@ -443,7 +443,7 @@ def refuse(mode: Redirected, op: Any, args: tuple, kwargs: Mapping[str, Any]) ->
     name = op.name()
     remedies: Iterable[str] = (remedy for part, remedy in REMEDIES.items() if part in name)
     remedy = next(iter(remedies), "use another operation of PyTorch, or draw the numbers once, before the solve")
-    raise NonRepeatableField(
+    raise NonRepeatableFieldError(
         f"f calls {name}, which draws random numbers that cannot be repeated: it takes no generator. To avoid it, "
         f"{remedy}."
     )

@@ -1,9 +1,7 @@
-"""What a solve gives back, and the ways in which it can fail."""
+"""What a solve returns: the solution and its statistics."""
 
 from __future__ import annotations
 
-import sys
-import warnings
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
@@ -40,72 +38,7 @@ class Solution(NamedTuple):
     code: Any = None  # with return_code=True: a Code
 
 
-class SolverError(Exception):
-    """Base of every error that torchmali raises on purpose."""
-
-
-class InvalidOption(SolverError, ValueError):
-    """An option of a solver, controller or gradient method is out of its range, or unknown."""
-
-
-def require(holds: bool, message: str, error: type[SolverError] = InvalidOption) -> None:
-    if not holds:
-        raise error(message)
-
-
 def short_repr(self: Any) -> str:
     """A dataclass as one would write it: without the fields that are at their default."""
     changed = [(x.name, getattr(self, x.name)) for x in fields(self) if getattr(self, x.name) != x.default]
     return f"{type(self).__name__}({', '.join(f'{name}={x!r}' for name, x in changed)})"
-
-
-class UnknownMethod(SolverError, ValueError):
-    """A name that stands for no solver or gradient method."""
-
-
-class InvalidState(SolverError, TypeError):
-    """y0 is not made of float32 or float64 tensors."""
-
-
-class InvalidTimes(SolverError, ValueError):
-    """t has fewer than two times, repeats one, changes direction, or is not finite."""
-
-
-class InvalidField(SolverError, TypeError):
-    """f did not return a slope for each leaf of the state."""
-
-
-class Incompatible(SolverError, TypeError):
-    """A solver, controller and gradient method that cannot work together."""
-
-
-class NonFinite(SolverError, RuntimeError):
-    """The solution left the finite numbers."""
-
-
-class StepLimit(SolverError, RuntimeError):
-    """The controller used up its steps before the end time."""
-
-
-class StepUnderflow(SolverError, RuntimeError):
-    """The tolerance asks for steps too small to move the time."""
-
-
-class NonRepeatableField(SolverError, RuntimeError):
-    """f was not the same function in the backward pass as in the forward pass."""
-
-
-class DoubleBackward(SolverError, RuntimeError):
-    """Second derivatives were asked of a method that gives first ones only."""
-
-
-class SolverWarning(UserWarning):
-    """The solve went on, but something is probably not as it was meant, or less exact than it should be."""
-
-
-def warn(message: str) -> None:
-    """Warn at the line of the user that led here."""
-    frame, level = sys._getframe(1), 2
-    while frame is not None and frame.f_globals.get("__name__", "").startswith(("torchmali.", "torch.")):
-        frame, level = frame.f_back, level + 1
-    warnings.warn(message, SolverWarning, stacklevel=level)

@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd.graph import increment_version
 
+from torchmali.errors import InvalidFieldError, InvalidOptionError, NonRepeatableFieldError
 from torchmali.randomness import Draws, First, Redirected, Refused, Source
-from torchmali.solution import InvalidField, NonRepeatableField, require
 
 LARGE = 2**20  # bytes: a buffer beyond this is a table, not a statistic; f may read it, but not change it
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # to compare, by size
@@ -134,15 +134,18 @@ class Surroundings:
         loose: Sequence[Tensor] = (),
         eps: float = 0.0,
     ):
-        what = f'buffers={buffers!r}: "update" (by each evaluation of an accepted step) or "freeze".'
-        require(buffers in ("update", "freeze"), what)
+        if buffers not in ("update", "freeze"):
+            raise InvalidOptionError(
+                f'buffers={buffers!r}: "update" (by each evaluation of an accepted step) or "freeze".'
+            )
         kinds = map(type, modules)
         sharded = [kind.__name__ for kind in kinds if any(base.__name__ == "FSDPModule" for base in kind.__mro__)]
-        what = (
-            f"{', '.join(sharded)} in f is sharded: its parameters are whole only while it runs, and the solve could "
-            "not differentiate by them. Apply fully_shard to a module around the solve instead (an ODEBlock)."
-        )
-        require(not sharded, what, InvalidField)
+        if sharded:
+            raise InvalidFieldError(
+                f"{', '.join(sharded)} in f is sharded: its parameters are whole only while it runs, and the solve "
+                "could not differentiate by them. Apply fully_shard to a module around the solve instead (an "
+                "ODEBlock)."
+            )
         self.modules, self.device, self.freezes = modules, device, buffers == "freeze"
         self.eps = self.eps_of_state = eps  # until the first evaluation shows a coarser one
         self.loose = [Loose(weakref.ref(x)) for x in loose if _is_plain(x)]
@@ -225,11 +228,11 @@ class Surroundings:
                 self.at_first.append(value)
             elif isinstance(x, Buffer):
                 large.append(str(x))
-        what = (
-            f"f changes {', '.join(large)}, which cannot be undone: a buffer of more than {LARGE:,} bytes, or one that "
-            "is sparse, nested or without values."
-        )
-        require(not large, what, NonRepeatableField)
+        if large:
+            raise NonRepeatableFieldError(
+                f"f changes {', '.join(large)}, which cannot be undone: a buffer of more than {LARGE:,} bytes, or one "
+                "that is sparse, nested or without values."
+            )
         self.modes = [m.training for m in self.modules]
         if self.freezes:
             self.back_to(self.at_first)

@@ -54,7 +54,7 @@ REMEDIES = (
     "count",
 )
 ABOUT_INPUTS = ("t goes from", "rtol =")  # warnings that say nothing of the gradient
-SHARED = {"NonFinite", "StepLimit", "StepUnderflow"}  # errors of a problem, not of a method
+SHARED = {"NonFiniteError", "StepLimitError", "StepUnderflowError"}  # errors of a problem, not of a method
 
 
 @dataclass
@@ -200,7 +200,7 @@ def _refused(spec: Spec, error: tm.SolverError) -> Outcome:
     name, text = type(error).__name__, str(error)
     if len(text) < 40 or not any(word in text.lower() for word in REMEDIES):
         return Outcome("failed", f"obscure message: {name}", text)
-    if name not in SHARED and name != "NonRepeatableField":
+    if name not in SHARED and name != "NonRepeatableFieldError":
         return Outcome("refused", name, text)
     try:
         truth = run(spec, tm.Naive())

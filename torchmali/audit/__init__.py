@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-import torchmali.solution as solution
+import torchmali.errors as errors
 from torchmali.audit.advise import YOURS, Audit
 from torchmali.audit.budget import Budget, OutOfTime, Progress
 from torchmali.audit.measure import Bench
@@ -21,8 +21,8 @@ from torchmali.audit.reference import Reference, make_reference
 from torchmali.audit.rows import METHODS, Method, Row
 from torchmali.audit.show import HEADS
 from torchmali.controllers import AdaptiveStep, StepController
+from torchmali.errors import InvalidOptionError, SolverWarning
 from torchmali.gradients.base import GradientMethod
-from torchmali.solution import SolverWarning, require
 from torchmali.solvers.base import Solver
 
 __all__ = ["HEADS", "METHODS", "Audit", "Method", "Row", "audit"]
@@ -101,18 +101,25 @@ def _chosen(methods: Mapping[str, tuple] | Iterable[str] | None, func: Any) -> d
         names = [methods] if isinstance(methods, str) else list(METHODS if methods is None else methods)
         unknown = [name for name in names if name not in METHODS]
         own = 'Or give a dict of your own, as in methods={"mine": (ALF(), FixedStep(0.1), MALI())}.'
-        require(not unknown, f"Unknown methods {unknown}. Known: {list(METHODS)}. {own}", solution.UnknownMethod)
+        if unknown:
+            raise errors.UnknownMethodError(f"Unknown methods {unknown}. Known: {list(METHODS)}. {own}")
         methods = {name: METHODS[name] for name in names}
-    require(len(methods) > 0, f"methods is empty. Known: {list(METHODS)}.")
+    if not methods:
+        raise InvalidOptionError(f"methods is empty. Known: {list(METHODS)}.")
     module = own_solver(func)
     if module is not None:
-        taken = f"methods has a {YOURS!r}, but that is the name of what the module itself uses: choose another one."
-        require(YOURS not in methods, taken)
+        if YOURS in methods:
+            raise InvalidOptionError(
+                f"methods has a {YOURS!r}, but that is the name of what the module itself uses: choose another one."
+            )
         methods = {YOURS: own_method(module), **methods}
     for name, method in methods.items():
         kinds = Solver, (StepController, type(None)), GradientMethod
         fits = isinstance(method, tuple) and len(method) == 3 and all(map(isinstance, method, kinds))
-        require(fits, f"methods[{name!r}] must be a triple (solver, controller or None, gradient); got {method!r}.")
+        if not fits:
+            raise InvalidOptionError(
+                f"methods[{name!r}] must be a triple (solver, controller or None, gradient); got {method!r}."
+            )
         method[2].check(method[0], method[1] or AdaptiveStep())
     return {name: Method._make(method) for name, method in methods.items()}
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from torchmali.solution import require
+from torchmali.errors import InvalidOptionError
 
 
 class OutOfTime(Exception):
@@ -20,8 +20,10 @@ class Budget:
 
     def __init__(self, max_seconds: float | None):
         is_number = isinstance(max_seconds, (int, float)) and max_seconds > 0
-        what = f"max_seconds={max_seconds!r}: give a positive number of seconds for the whole audit, or None."
-        require(max_seconds is None or is_number, what)
+        if max_seconds is not None and not is_number:
+            raise InvalidOptionError(
+                f"max_seconds={max_seconds!r}: give a positive number of seconds for the whole audit, or None."
+            )
         self.seconds = math.inf if max_seconds is None else float(max_seconds)
         self.start = time.perf_counter()
 
@@ -61,8 +63,10 @@ class Progress:
     """
 
     def __init__(self, to: Callable[[str], None] | bool | None, budget: Budget):
-        what = f"progress={to!r}: give True, False, None (if stderr is a terminal) or a function of a message."
-        require(to is None or isinstance(to, bool) or callable(to), what)
+        if to is not None and not isinstance(to, bool) and not callable(to):
+            raise InvalidOptionError(
+                f"progress={to!r}: give True, False, None (if stderr is a terminal) or a function of a message."
+            )
         self.is_terminal = sys.stderr is not None and sys.stderr.isatty()
         self.write = to if callable(to) else self._on_stderr if to or (to is None and self.is_terminal) else None
         self.budget, self.width = budget, 0

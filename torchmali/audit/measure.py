@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from torch.utils._pytree import tree_leaves
 
-import torchmali.solution as solution
+import torchmali.errors as errors
 from torchmali.audit.advise import Audit
 from torchmali.audit.budget import Budget, OutOfTime, Progress
 from torchmali.audit.problem import Problem
@@ -17,8 +17,8 @@ from torchmali.audit.reference import Gradients, distance
 from torchmali.audit.rows import Method, Row
 from torchmali.audit.timing import median
 from torchmali.controllers import StepController
+from torchmali.errors import SolverWarning
 from torchmali.measure import LiveBytes
-from torchmali.solution import SolverWarning
 
 N_ROUNDS = 20  # at most
 BUSY = 0.25  # share of a run in which the calling thread itself must be at work for its clock to be used
@@ -53,9 +53,9 @@ class Bench:
                     self._run(method, deadline)
             except OutOfTime:
                 return Row(name, method, unmeasured=f"it takes more than its share of {self.budget}")
-            except solution.InvalidOption:
+            except errors.InvalidOptionError:
                 raise
-            except (solution.SolverError, RuntimeError) as error:  # to run out of memory is a RuntimeError
+            except (errors.SolverError, RuntimeError) as error:  # to run out of memory is a RuntimeError
                 return Row(name, method, failure=str(error))
         notes = tuple(dict.fromkeys(str(w.message) for w in caught if issubclass(w.category, SolverWarning)))
         error = math.nan if exact is None else distance(grads, exact)

@@ -15,13 +15,13 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torchmali.audit.problem import Problem
 from torchmali.audit.rows import Method
 from torchmali.controllers import AdaptiveStep, StepController
+from torchmali.errors import InvalidOptionError, InvalidStateError, InvalidTimesError
 from torchmali.nn.base import SolveModule
 from torchmali.nn.block import ODEBlock
 from torchmali.nn.cde import NeuralCDE, _nothing, _slope, _with_knots
 from torchmali.nn.cnf import CNF, _per_sample
 from torchmali.nn.control import check_increasing
 from torchmali.nn.rnn import ODERNN, ODERNNCell
-from torchmali.solution import InvalidState, InvalidTimes, require
 from torchmali.solvers.leapfrog import ALF
 
 Loss = Callable[[Any], Tensor]
@@ -34,13 +34,17 @@ def problem_of(func: Any, y0: Any, t: Any, loss: Loss | None, args: tuple, param
     """
     module = own_solver(func)
     if module is None:
-        require(t is not None, _no_times(func), InvalidTimes)
+        if t is None:
+            raise InvalidTimesError(_no_times(func))
         return Problem(func, y0, t, loss or _sum_of_squares, args, params)
     kind = type(module).__name__
     got = type(args).__name__
-    require(isinstance(args, tuple), f"args must be a tuple of further arguments of the {kind}; got a {got}.")
-    what = f"params is for functions: those of the {kind} are found in it. Leave params out, or audit its func."
-    require(params is None, what)
+    if not isinstance(args, tuple):
+        raise InvalidOptionError(f"args must be a tuple of further arguments of the {kind}; got a {got}.")
+    if params is not None:
+        raise InvalidOptionError(
+            f"params is for functions: those of the {kind} are found in it. Leave params out, or audit its func."
+        )
     build = next(build for base, build in BUILDERS.items() if isinstance(module, base))
     return build(module, y0, t, loss, args)
 
@@ -80,8 +84,8 @@ def _of_block(block: ODEBlock, y0: Any, t: Any, loss: Loss | None, args: tuple) 
 
 def _of_cnf(cnf: CNF, x: Any, t: Any, loss: Loss | None, args: tuple) -> Problem:
     _require_no_times(cnf, t)
-    what = f"a CNF needs a tensor x of shape (batch, ...) as y0; got a {type(x).__name__}."
-    require(isinstance(x, Tensor), what, InvalidState)
+    if not isinstance(x, Tensor):
+        raise InvalidStateError(f"a CNF needs a tensor x of shape (batch, ...) as y0; got a {type(x).__name__}.")
     x, noise = cnf._checked(x, None)
     n_regularisers = cnf.kinetic + cnf.jacobian
     free = (math.inf,) * n_regularisers
@@ -106,9 +110,12 @@ def _of_cnf(cnf: CNF, x: Any, t: Any, loss: Loss | None, args: tuple) -> Problem
 
 def _of_cde(cde: NeuralCDE, coeffs: Any, t: Any, loss: Loss | None, args: tuple) -> Problem:
     what = f"a NeuralCDE needs a tensor of coefficients as y0; got a {type(coeffs).__name__}."
-    require(isinstance(coeffs, Tensor), f"{what} Make them with natural_cubic_coeffs(x).", InvalidState)
-    what = f"a NeuralCDE takes args=(), (knots,) or (knots, z0), with None for those that it has not; got {len(args)}."
-    require(len(args) <= 2, what)
+    if not isinstance(coeffs, Tensor):
+        raise InvalidStateError(f"{what} Make them with natural_cubic_coeffs(x).")
+    if len(args) > 2:
+        raise InvalidOptionError(
+            f"a NeuralCDE takes args=(), (knots,) or (knots, z0), with None for those that it has not; got {len(args)}."
+        )
     knots, z0 = (*args, None, None)[:2]
     path = cde.control(coeffs, knots)
     if knots is not None:
@@ -139,8 +146,10 @@ def _landing(controller: StepController) -> StepController:
 
 def _of_cell(cell: ODERNNCell, h: Any, t: Any, loss: Loss | None, args: tuple) -> Problem:
     what = "an ODE-RNN solves from one observation to the next: give audit(rnn, h, (t0, t1)) for one such time."
-    require(t is not None, f"t is missing: {what}", InvalidTimes)
-    require(not args, f"an ODE-RNN's func takes t and h alone; got {len(args)} args.")
+    if t is None:
+        raise InvalidTimesError(f"t is missing: {what}")
+    if args:
+        raise InvalidOptionError(f"an ODE-RNN's func takes t and h alone; got {len(args)} args.")
 
     def of_output(y: Tensor) -> Tensor:
         assert loss is not None
@@ -152,8 +161,10 @@ def _of_cell(cell: ODERNNCell, h: Any, t: Any, loss: Loss | None, args: tuple) -
 
 def _require_no_times(module: ODEBlock | CNF, t: Any) -> None:
     kind = type(module).__name__
-    what = f"t was given, but the {kind} has times of its own: leave t out, or give audit(module.func, y0, t)."
-    require(t is None, what, InvalidTimes)
+    if t is not None:
+        raise InvalidTimesError(
+            f"t was given, but the {kind} has times of its own: leave t out, or give audit(module.func, y0, t)."
+        )
 
 
 BUILDERS: dict[type[SolveModule], Callable[..., Problem]] = {

@@ -12,20 +12,21 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-import torchmali.solution as solution
+import torchmali.errors as errors
 from torchmali.audit.budget import until
 from torchmali.audit.double import InDouble
 from torchmali.controllers import StepController
+from torchmali.errors import InvalidOptionError
 from torchmali.field import Field, find_parameters_and_modules
 from torchmali.gradients.adjoint import Adjoint
 from torchmali.gradients.base import GradientMethod
 from torchmali.odeint import solve
-from torchmali.solution import Stats, require
+from torchmali.solution import Solution, Stats
 from torchmali.solvers.base import Solver
 from torchmali.solvers.runge_kutta import Dopri5, Dopri8
 from torchmali.state import Structure, Tensors
 
-DIFFICULTIES = (solution.NonFinite, solution.StepLimit, solution.StepUnderflow)  # of a problem, not of a call
+DIFFICULTIES = (errors.NonFiniteError, errors.StepLimitError, errors.StepUnderflowError)  # of a problem, not of a call
 N_REPEATS = 4  # evaluations of f that must agree
 FEW_ULP = 8  # by which they may differ where sums are taken in any order: not on the CPU
 
@@ -49,7 +50,7 @@ class Problem(NamedTuple):
     accurate: Solver = Dopri8()  # for the reference
     deadline: float = math.inf  # f raises OutOfTime after it
 
-    def solve(self, solver: Solver, controller: StepController, gradient: GradientMethod) -> solution.Solution:
+    def solve(self, solver: Solver, controller: StepController, gradient: GradientMethod) -> Solution:
         how = {"solver": solver, "controller": self.adapted(controller), "gradient": gradient}
         func = until(self.deadline, self.func)
         return solve(func, self.y0, self.t, **how, args=self.args, params=self.params, **self.options)
@@ -63,7 +64,10 @@ class Problem(NamedTuple):
         loss = self.loss(y)
         got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
         fits = isinstance(loss, Tensor) and loss.numel() == 1
-        require(fits, f"loss must make a tensor of one element from the solution (y, time first); it made {got}.")
+        if not fits:
+            raise InvalidOptionError(
+                f"loss must make a tensor of one element from the solution (y, time first); it made {got}."
+            )
         return stats.n_steps
 
     def with_leaves(self) -> Problem:
@@ -74,8 +78,10 @@ class Problem(NamedTuple):
         t = tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, self.t)
         values = [field(float(t[0]), z0) for _ in range(N_REPEATS)]
         draws = field.surroundings.draws
-        what = "f gives two answers to the same t and y (dropout or noise in f?): try it in eval mode."
-        require(not draws and all(_agree(values[0], u) for u in values[1:]), what, solution.NonRepeatableField)
+        if draws or not all(_agree(values[0], u) for u in values[1:]):
+            raise errors.NonRepeatableFieldError(
+                "f gives two answers to the same t and y (dropout or noise in f?): try it in eval mode."
+            )
         starts = [z.detach().clone() for z in z0]
         for z in starts[: self.n_starts]:
             z.requires_grad_()

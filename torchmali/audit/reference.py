@@ -15,8 +15,9 @@ from torchmali.audit.budget import OutOfTime, Progress
 from torchmali.audit.problem import DIFFICULTIES, Problem
 from torchmali.audit.show import brief, short
 from torchmali.controllers import AdaptiveStep
+from torchmali.errors import SolverWarning
 from torchmali.gradients.aca import ACA
-from torchmali.solution import SolverWarning, short_repr
+from torchmali.solution import short_repr
 
 Gradients = Sequence[Tensor | None]
 ROUNDING = 1e-12  # tighter tolerances would not improve on this

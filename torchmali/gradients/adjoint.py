@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from torchmali.controllers import AdaptiveStep, Norm, StepController, checked_norm, rms_norm
+from torchmali.errors import IncompatibleError, warn
 from torchmali.field import Field
 from torchmali.gradients.base import GradientMethod, Problem, forward, refuse_double_backward, require_same
 from torchmali.integrate import integrate
 from torchmali.outlet import Outlet
-from torchmali.solution import TELL_LIMIT, Incompatible, Stats, require, short_repr, warn
+from torchmali.solution import TELL_LIMIT, Stats, short_repr
 from torchmali.solvers.base import Solver, accumulate
 from torchmali.state import Floats, Tensors, Time, dot
 
@@ -47,8 +48,10 @@ class Adjoint(GradientMethod):
     def solve(self, problem: Problem) -> Tensors:
         if not problem.wants_gradient:
             return forward(problem)[0]
-        what = "Adjoint() integrates dL/dtheta, which must be real: f has complex parameters. Use MALI() or ACA()."
-        require(not any(x.is_complex() for x in problem.field.theta), what, Incompatible)
+        if any(x.is_complex() for x in problem.field.theta):
+            raise IncompatibleError(
+                "Adjoint() integrates dL/dtheta, which must be real: f has complex parameters. Use MALI() or ACA()."
+            )
         return _Adjoint.apply(self, problem, *problem.inputs)  # type: ignore[return-value]
 
     def backward_controller(self, forward: StepController, field: Field) -> StepController:

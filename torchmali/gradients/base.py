@@ -13,10 +13,11 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from torchmali.controllers import StepController
+from torchmali.errors import DoubleBackwardError, NonRepeatableFieldError
 from torchmali.field import Field
 from torchmali.integrate import Effects, Emit, integrate
 from torchmali.outlet import Outlet
-from torchmali.solution import DoubleBackward, NonRepeatableField, Stats, require
+from torchmali.solution import Stats
 from torchmali.solvers.base import Slope, Solver
 from torchmali.state import Floats, State, Tensors, Time, Traced
 from torchmali.surroundings import Surroundings
@@ -154,18 +155,18 @@ def forward(problem: Problem, **how: Any) -> tuple[Tensors, State, Tape]:
 def refuse_double_backward(method: str) -> None:
     """To be called in `backward`: grad mode is on there exactly under create_graph=True."""
     if torch.is_grad_enabled():
-        raise DoubleBackward(
+        raise DoubleBackwardError(
             f"{method} gives first derivatives only, but backward was called with create_graph=True. Use "
             "gradient=Naive() for second derivatives."
         )
 
 
 def require_same(is_same: bool) -> None:
-    what = (
-        "f is not the same function in the backward pass as in the forward pass: the same steps from the same "
-        "state led elsewhere. Usual causes: noise drawn inside f from NumPy or from a generator of its own (draw "
-        'it once, outside f), a buffer that f reads and changes, as in a spectral norm (buffers="freeze"), f or '
-        "its inputs changed between forward and backward (pass what changes from call to call through args=(...)), or "
-        "kernels that are not deterministic (torch.use_deterministic_algorithms)."
-    )
-    require(is_same, what, NonRepeatableField)
+    if not is_same:
+        raise NonRepeatableFieldError(
+            "f is not the same function in the backward pass as in the forward pass: the same steps from the same "
+            "state led elsewhere. Usual causes: noise drawn inside f from NumPy or from a generator of its own (draw "
+            'it once, outside f), a buffer that f reads and changes, as in a spectral norm (buffers="freeze"), f or '
+            "its inputs changed between forward and backward (pass what changes from call to call through "
+            "args=(...)), or kernels that are not deterministic (torch.use_deterministic_algorithms)."
+        )

@@ -10,10 +10,11 @@ from typing import Any, ClassVar
 import torch
 
 from torchmali.controllers import StepController
+from torchmali.errors import IncompatibleError, InvalidOptionError, warn
 from torchmali.gradients.base import Problem
 from torchmali.gradients.replay import LIMITS, ReplayGradient, Way
 from torchmali.grid import Grid, GridArithmetic
-from torchmali.solution import TELL_LIMIT, Incompatible, require, short_repr, warn
+from torchmali.solution import TELL_LIMIT, short_repr
 from torchmali.solvers.base import ReversibleSolver, Solver
 from torchmali.state import Floats, State, Tensors
 from torchmali.tape import Tape
@@ -46,15 +47,18 @@ class MALI(ReplayGradient):
     __repr__ = short_repr
 
     def __post_init__(self):
-        require(self.exact in (False, True, "int64"), f'MALI(exact={self.exact!r}): False, True or "int64".')
+        if self.exact not in (False, True, "int64"):
+            raise InvalidOptionError(f'MALI(exact={self.exact!r}): False, True or "int64".')
         every = self.checkpoint_every
         counts = isinstance(every, int) and not isinstance(every, bool) and every > 0
-        require(
-            counts or every in ("auto", None),
-            f'MALI(checkpoint_every={every!r}): "auto", None, or a number of steps between checkpoints.',
-        )
-        what = f'MALI(memory={self.memory!r}) is for checkpoint_every="auto": give one of the two.'
-        require(self.memory is None or every == "auto", what)
+        if not counts and every not in ("auto", None):
+            raise InvalidOptionError(
+                f'MALI(checkpoint_every={every!r}): "auto", None, or a number of steps between checkpoints.'
+            )
+        if self.memory is not None and every != "auto":
+            raise InvalidOptionError(
+                f'MALI(memory={self.memory!r}) is for checkpoint_every="auto": give one of the two.'
+            )
         if self.memory is not None:
             _bytes(self.memory)
 
@@ -62,15 +66,15 @@ class MALI(ReplayGradient):
         # Messages are made where they are needed: this is called for every solve.
         if not isinstance(solver, ReversibleSolver):
             name = type(solver).__name__
-            raise Incompatible(
+            raise IncompatibleError(
                 f"MALI needs a solver with an inverse, but {name} has none. Use solver=ALF(), or gradient=ACA()."
             )
         if self.exact and not solver.lifts:
-            raise Incompatible(
+            raise IncompatibleError(
                 f"MALI(exact={self.exact!r}) needs a solver that lifts to integers: ALF without damping, not {solver}."
             )
         if solver.amplification != 1 and self.checkpoint_every is None and not self.unsafe_damping:
-            raise Incompatible(
+            raise IncompatibleError(
                 f"The inverse of {solver} amplifies round-off {solver.amplification:.3g} times per step: MALI needs "
                 'checkpoints for it. Use checkpoint_every="auto" (the default), or unsafe_damping=True for the method '
                 "as published."
@@ -104,8 +108,10 @@ class MALI(ReplayGradient):
         if self.memory is not None:
             size = self._bytes_of_state(problem)
             at_most = int(_bytes(self.memory) // max(size, 1))
-            what = f"MALI(memory={self.memory!r}) holds no state: one (z, v) here takes {size:,} bytes."
-            require(at_most > 0, what)
+            if at_most < 1:
+                raise InvalidOptionError(
+                    f"MALI(memory={self.memory!r}) holds no state: one (z, v) here takes {size:,} bytes."
+                )
             return Tape(keep_every=1, at_most=at_most, rewinds=True)
         every = longest if self.checkpoint_every == "auto" else self.checkpoint_every
         assert not isinstance(every, str)
@@ -130,11 +136,12 @@ class MALI(ReplayGradient):
         longest, every = _longest(problem), tape.keep_every
         if self.memory is not None and longest is not None and every is not None:
             needed = math.ceil(problem.stats.n_steps / longest) * self._bytes_of_state(problem)
-            what = (
-                f"MALI(memory={self.memory!r}) leaves {every} steps between checkpoints, but {problem.solver} can be "
-                f"inverted over {longest} only, which takes {needed:,} bytes here. Give that much, or use eta=1."
-            )
-            require(every <= longest, what)
+            if every > longest:
+                raise InvalidOptionError(
+                    f"MALI(memory={self.memory!r}) leaves {every} steps between checkpoints, but {problem.solver} can "
+                    f"be inverted over {longest} only, which takes {needed:,} bytes here. Give that much, or use "
+                    "eta=1."
+                )
 
     def judge_backward(self, way: Way) -> None:
         # The order of the error alone: what training says at every step in the same words, Python shows once.
@@ -172,6 +179,9 @@ def _bytes(memory: str | int) -> float:
     """256, "256B", "256 kB", "1.5GiB" in bytes."""
     found = re.fullmatch(r"\s*(\d+\.?\d*(?:e\d+)?|\.\d+)\s*([a-zA-Z]*)\s*", str(memory))
     unit = UNITS.get((found[2] or "B").upper()) if found else None
-    require(unit is not None, f'MALI(memory={memory!r}): give a number of bytes, or a size such as "256MiB" or "2GB".')
+    if unit is None:
+        raise InvalidOptionError(
+            f'MALI(memory={memory!r}): give a number of bytes, or a size such as "256MiB" or "2GB".'
+        )
     assert found and unit
     return float(found[1]) * unit

@@ -8,9 +8,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from torchmali.controllers import StepController
+from torchmali.errors import InvalidTimesError
 from torchmali.gradients.base import GradientMethod
 from torchmali.odeint import solve
-from torchmali.solution import InvalidTimes, Solution, Stats, require
+from torchmali.solution import Solution, Stats
 from torchmali.solvers.base import Solver
 
 Times = Sequence[float] | Tensor
@@ -42,8 +43,10 @@ def checked_times(t: Times) -> Times:
     """A parameter, to be learned, or numbers: another tensor would be rounded by to(dtype), and is not learned."""
     if not isinstance(t, Tensor) or isinstance(t, nn.Parameter):
         return t
-    what = "t requires a gradient, but a tensor that is no parameter is kept as numbers. Give t=nn.Parameter(t)."
-    require(not t.requires_grad, what, InvalidTimes)
+    if t.requires_grad:
+        raise InvalidTimesError(
+            "t requires a gradient, but a tensor that is no parameter is kept as numbers. Give t=nn.Parameter(t)."
+        )
     return tuple(t.tolist())
 
 

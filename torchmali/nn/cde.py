@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from torchmali.controllers import AdaptiveStep, FixedStep, StepController
+from torchmali.errors import InvalidFieldError, InvalidOptionError, InvalidStateError, InvalidTimesError
 from torchmali.gradients.base import GradientMethod
 from torchmali.gradients.mali import MALI
 from torchmali.nn.base import SolveModule
 from torchmali.nn.control import Control, CubicControl, check_increasing
-from torchmali.solution import InvalidField, InvalidState, InvalidTimes, require
 from torchmali.solvers.base import Solver
 from torchmali.solvers.leapfrog import ALF
 
@@ -79,19 +79,22 @@ class NeuralCDE(SolveModule):
 
     def _start(self, path: Control, t0: Tensor | float, z0: Tensor | None) -> Tensor:
         if self.initial is None:
-            require(z0 is not None, "there is no z(t0): give NeuralCDE(func, initial), or forward(coeffs, z0=z0).")
+            if z0 is None:
+                raise InvalidOptionError("there is no z(t0): give NeuralCDE(func, initial), or forward(coeffs, z0=z0).")
         else:
-            what = "z(t0) comes from the module `initial`, but z0 was given, too: leave one of the two out."
-            require(z0 is None, what)
+            if z0 is not None:
+                raise InvalidOptionError(
+                    "z(t0) comes from the module `initial`, but z0 was given, too: leave one of the two out."
+                )
             z0 = self.initial(path.evaluate(t0))
         assert z0 is not None
         batch, coeffs = tuple(z0.shape[:-1]), path.coeffs
-        what = (
-            f"z(t0) has shape {tuple(z0.shape)}, meaning batch dimensions {batch}, but the coefficients have shape "
-            f"{tuple(coeffs.shape)}, meaning batch dimensions {tuple(coeffs.shape[:-2])}. Let them be the same; to "
-            "repeat a path or a start, use expand, which takes no memory."
-        )
-        require(batch == coeffs.shape[:-2], what, InvalidState)
+        if batch != coeffs.shape[:-2]:
+            raise InvalidStateError(
+                f"z(t0) has shape {tuple(z0.shape)}, meaning batch dimensions {batch}, but the coefficients have shape "
+                f"{tuple(coeffs.shape)}, meaning batch dimensions {tuple(coeffs.shape[:-2])}. Let them be the same; to "
+                "repeat a path or a start, use expand, which takes no memory."
+            )
         return z0
 
     def extra_repr(self) -> str:
@@ -110,8 +113,10 @@ def _with_knots(t: Sequence[float] | Tensor, knots: Tensor) -> tuple[Tensor, lis
     inner = [i for i in range(n, len(values)) if low < values[i] < high and values[i] not in values[:n]]
     order = sorted([*range(n), *inner], key=lambda i: values[i], reverse=values[0] > values[n - 1])
     places = [order.index(i) for i in range(n)]
-    what = f"t must be increasing or decreasing throughout; got {[round(x, 6) for x in values[:n]]}. Sort it."
-    require(places == sorted(places), what, InvalidTimes)
+    if places != sorted(places):
+        raise InvalidTimesError(
+            f"t must be increasing or decreasing throughout; got {[round(x, 6) for x in values[:n]]}. Sort it."
+        )
     return every[order], places
 
 
@@ -121,7 +126,7 @@ def _slope(func: Callable, control: type[Control], t: Tensor, z: Tensor, coeffs:
     needed = (*z.shape, dx.shape[-1])
     if not isinstance(matrix, Tensor) or matrix.shape != needed:
         got = f"shape {tuple(matrix.shape)}" if isinstance(matrix, Tensor) else f"a {type(matrix).__name__}"
-        raise InvalidField(
+        raise InvalidFieldError(
             f"func(t, z) must return a matrix (..., hidden, channels) that takes dX/dt to dz/dt: z has shape "
             f"{tuple(z.shape)}, meaning {z.shape[-1]} hidden, and dX/dt has shape {tuple(dx.shape)}, meaning "
             f"{dx.shape[-1]} channels, so shape {needed} is needed; func returned {got}. A network with hidden * "

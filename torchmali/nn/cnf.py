@@ -14,10 +14,11 @@ from torch import Tensor
 
 from torchmali.code import Code, solve_back
 from torchmali.controllers import AdaptiveStep, StepController
+from torchmali.errors import InvalidFieldError, InvalidOptionError, InvalidStateError
 from torchmali.gradients.base import GradientMethod
 from torchmali.gradients.mali import MALI
 from torchmali.nn.base import SolveModule, Times, checked_times, shown_times
-from torchmali.solution import InvalidField, InvalidState, require, short_repr
+from torchmali.solution import short_repr
 from torchmali.solvers.base import Solver
 from torchmali.solvers.leapfrog import ALF
 
@@ -75,8 +76,8 @@ class ExactTrace(Trace):
         return None
 
     def of(self, u: Tensor, x: Tensor, noise: Tensor | None, keeps: bool) -> tuple[Tensor, Tensor]:
-        what = "ExactTrace() needs no noise: leave it out, or use trace=Hutchinson()."
-        require(noise is None, what)
+        if noise is not None:
+            raise InvalidOptionError("ExactTrace() needs no noise: leave it out, or use trace=Hutchinson().")
         trace = square = x.new_zeros(len(x))
         for i in range(math.prod(x.shape[1:])):
             unit = torch.zeros_like(u)
@@ -129,12 +130,15 @@ class CNF(SolveModule):
         buffers: str = "update",
     ):
         super().__init__(solver, controller, gradient, buffers)
-        require(isinstance(trace, Trace), f"trace={trace!r}: give Hutchinson() or ExactTrace().")
-        require(len(t) == 2, f"t must be the start and the end of the flow; got {len(t)} times.")
+        if not isinstance(trace, Trace):
+            raise InvalidOptionError(f"trace={trace!r}: give Hutchinson() or ExactTrace().")
+        if len(t) != 2:
+            raise InvalidOptionError(f"t must be the start and the end of the flow; got {len(t)} times.")
         numbers = not isinstance(controller, AdaptiveStep) or all(
             isinstance(x, (int, float)) for x in (controller.rtol, controller.atol)
         )
-        require(numbers, f"{controller}: give numbers as tolerances; they are for x and log_det alike.")
+        if not numbers:
+            raise InvalidOptionError(f"{controller}: give numbers as tolerances; they are for x and log_det alike.")
         self.func, self.t, self.trace, self.kinetic, self.jacobian = func, checked_times(t), trace, kinetic, jacobian
 
     def forward(self, x: Tensor, *args: Any, noise: Tensor | None = None, return_code: bool = False) -> Flow:
@@ -160,14 +164,17 @@ class CNF(SolveModule):
         return Flow(z, log_det, kinetic, rest.pop() if self.jacobian else None, solution.code)
 
     def _checked(self, x: Tensor, noise: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        what = f"x has shape {tuple(x.shape)}: a flow needs (batch, ...). For numbers: x.unsqueeze(1)."
-        require(x.ndim >= 2, what, InvalidState)
+        if x.ndim < 2:
+            raise InvalidStateError(
+                f"x has shape {tuple(x.shape)}: a flow needs (batch, ...). For numbers: x.unsqueeze(1)."
+            )
         if noise is None:
             return x, self.trace.draw(x.detach())
-        what = (
-            f"noise must be like x: x has shape {tuple(x.shape)}, {x.dtype}; got {tuple(noise.shape)}, {noise.dtype}."
-        )
-        require((noise.shape, noise.dtype) == (x.shape, x.dtype), what, InvalidState)
+        if (noise.shape, noise.dtype) != (x.shape, x.dtype):
+            raise InvalidStateError(
+                f"noise must be like x: x has shape {tuple(x.shape)}, {x.dtype}; got {tuple(noise.shape)}, "
+                f"{noise.dtype}."
+            )
         return x, noise
 
     def _slope(self) -> Callable:
@@ -232,8 +239,8 @@ def _slope(
         x = y[0].requires_grad_() if keeps else y[0].detach().requires_grad_()
         u = func(t, x, *args)
         got = tuple(u.shape) if isinstance(u, Tensor) else f"a {type(u).__name__}"
-        what = f"func must return dx/dt like x, of shape {tuple(x.shape)}; got {got}."
-        require(isinstance(u, Tensor) and u.shape == x.shape, what, InvalidField)
+        if not isinstance(u, Tensor) or u.shape != x.shape:
+            raise InvalidFieldError(f"func must return dx/dt like x, of shape {tuple(x.shape)}; got {got}.")
         rate, square = trace.of(u, x, noise, keeps)
     u = u if keeps else u.detach()
     kinetic, jacobian = wanted

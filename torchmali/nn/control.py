@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchmali.solution import InvalidState, InvalidTimes, require, warn
+from torchmali.errors import InvalidOptionError, InvalidStateError, InvalidTimesError, warn
 
 # Of the tridiagonal system: see _solve_dominant.
 MAX_REACH = 128
@@ -59,12 +59,12 @@ def natural_cubic_coeffs(x: Tensor, t: Tensor | None = None) -> Tensor:
     """
     _check_data(x)
     t = _checked_knots(x, t)
-    what = (
-        "x has missing values (nan), and natural_cubic_coeffs takes none. Fill them first, as in "
-        "natural_cubic_coeffs(linear_coeffs(x, t), t); or use hermite_cubic_coeffs, which fills them itself; or "
-        "compute the coefficients with torchcde.natural_cubic_coeffs: they have the same layout."
-    )
-    require(not bool(x.isnan().any()), what, InvalidState)
+    if x.isnan().any():
+        raise InvalidStateError(
+            "x has missing values (nan), and natural_cubic_coeffs takes none. Fill them first, as in "
+            "natural_cubic_coeffs(linear_coeffs(x, t), t); or use hermite_cubic_coeffs, which fills them itself; or "
+            "compute the coefficients with torchcde.natural_cubic_coeffs: they have the same layout."
+        )
     h = _spacings(x, t)
     steep = 3 * x.diff(dim=-2) / h.square()
     lower, upper = F.pad(1 / h, (0, 0, 1, 0)), F.pad(1 / h, (0, 0, 0, 1))
@@ -135,11 +135,15 @@ def _filled(x: Tensor, t: Tensor) -> Tensor:
 
 def _rectilinear(x: Tensor, channel: int) -> Tensor:
     n, n_channels = x.shape[-2:]
-    what = f"rectilinear={channel!r} must be the index of the channel that holds time, from 0 to {n_channels - 1}."
-    require(isinstance(channel, int) and 0 <= channel < n_channels, what)
+    if not isinstance(channel, int) or not 0 <= channel < n_channels:
+        raise InvalidOptionError(
+            f"rectilinear={channel!r} must be the index of the channel that holds time, from 0 to {n_channels - 1}."
+        )
     observed = ~x.isnan()
-    what = f"channel {channel} of x, the time, has missing values (nan). Fill them: the time is always known."
-    require(bool(observed[..., channel].all()), what, InvalidState)
+    if not observed[..., channel].all():
+        raise InvalidStateError(
+            f"channel {channel} of x, the time, has missing values (nan). Fill them: the time is always known."
+        )
     if not bool(observed[..., 0, :].all()):
         warn(
             "x begins with missing values (nan), which are filled by the first observation: up to there the "
@@ -155,13 +159,15 @@ def _rectilinear(x: Tensor, channel: int) -> Tensor:
 
 def _check_data(x: Tensor) -> None:
     kind = str(x.dtype) if isinstance(x, Tensor) else type(x).__name__
-    what = f"x must be a tensor of float32 or float64 numbers; got {kind}. Convert it, as in x.float()."
-    require(isinstance(x, Tensor) and x.dtype in (torch.float32, torch.float64), what, InvalidState)
-    what = (
-        f"x has shape {tuple(x.shape)}, but needs a dimension for time and one for channels: (..., length, channels). "
-        "For a single channel: x.unsqueeze(-1)."
-    )
-    require(x.ndim >= 2, what, InvalidState)
+    if not isinstance(x, Tensor) or x.dtype not in (torch.float32, torch.float64):
+        raise InvalidStateError(
+            f"x must be a tensor of float32 or float64 numbers; got {kind}. Convert it, as in x.float()."
+        )
+    if x.ndim < 2:
+        raise InvalidStateError(
+            f"x has shape {tuple(x.shape)}, but needs a dimension for time and one for channels: (..., length, "
+            "channels). For a single channel: x.unsqueeze(-1)."
+        )
 
 
 def _checked_knots(x: Tensor, t: Tensor | None) -> Tensor:
@@ -174,26 +180,29 @@ def _checked_knots(x: Tensor, t: Tensor | None) -> Tensor:
 
 def check_increasing(knots: Tensor) -> None:
     """Raise if the knots do not increase; waits for the device."""
-    if not bool((knots.diff() > 0).all()):
+    if not (knots.diff() > 0).all():
         i = int((knots.diff() > 0).int().argmin())
         pair = f"knot {i} is {knots[i].item():g}, knot {i + 1} is {knots[i + 1].item():g}"
-        require(False, f"the knots must increase: {pair}. Sort them, with their data, and drop doubles.", InvalidTimes)
+        raise InvalidTimesError(f"the knots must increase: {pair}. Sort them, with their data, and drop doubles.")
 
 
 def _knots(like: Tensor, n: int, knots: Tensor | None) -> Tensor:
     """The knots of a path of n knots, next to its data. None of this waits for the device."""
     what = f"a path needs 2 or more knots; the data of shape {tuple(like.shape)} has {n}."
-    require(n >= 2, f"{what} Give data of a longer time, or repeat the only observation.", InvalidTimes)
+    if n < 2:
+        raise InvalidTimesError(f"{what} Give data of a longer time, or repeat the only observation.")
     if knots is None:
         return torch.arange(n, dtype=like.dtype, device=like.device)
     kind = str(knots.dtype) if isinstance(knots, Tensor) else type(knots).__name__
-    what = f"the knots must be a tensor of floating-point numbers; got {kind}. Convert them, as in torch.tensor(t)."
-    require(isinstance(knots, Tensor) and knots.is_floating_point(), what, InvalidTimes)
-    what = (
-        f"the knots have shape {tuple(knots.shape)}, but data of shape {tuple(like.shape)} needs ({n},): one time per "
-        "knot, the same for all series of the batch."
-    )
-    require(knots.shape == (n,), what, InvalidTimes)
+    if not isinstance(knots, Tensor) or not knots.is_floating_point():
+        raise InvalidTimesError(
+            f"the knots must be a tensor of floating-point numbers; got {kind}. Convert them, as in torch.tensor(t)."
+        )
+    if knots.shape != (n,):
+        raise InvalidTimesError(
+            f"the knots have shape {tuple(knots.shape)}, but data of shape {tuple(like.shape)} needs ({n},): one time "
+            "per knot, the same for all series of the batch."
+        )
     return knots.to(like.device).contiguous()
 
 
@@ -240,11 +249,12 @@ class CubicControl(Control):
 
     @staticmethod
     def _n_knots(coeffs: Tensor) -> int:
-        what = (
-            f"cubic coefficients have shape (..., length - 1, 4 * channels); got {tuple(coeffs.shape)}. Compute them "
-            "with natural_cubic_coeffs or hermite_cubic_coeffs. (Those of linear_coeffs are for LinearControl.)"
-        )
-        require(coeffs.ndim >= 2 and coeffs.shape[-1] % 4 == 0, what, InvalidState)
+        if coeffs.ndim < 2 or coeffs.shape[-1] % 4 != 0:
+            raise InvalidStateError(
+                f"cubic coefficients have shape (..., length - 1, 4 * channels); got {tuple(coeffs.shape)}. Compute "
+                "them with natural_cubic_coeffs or hermite_cubic_coeffs. (Those of linear_coeffs are for "
+                "LinearControl.)"
+            )
         return coeffs.shape[-2] + 1
 
     def evaluate(self, t: Tensor | float) -> Tensor:
@@ -269,8 +279,10 @@ class LinearControl(Control):
 
     @staticmethod
     def _n_knots(coeffs: Tensor) -> int:
-        what = f"linear coefficients have shape (..., length, channels); got {tuple(coeffs.shape)}. See linear_coeffs."
-        require(coeffs.ndim >= 2, what, InvalidState)
+        if coeffs.ndim < 2:
+            raise InvalidStateError(
+                f"linear coefficients have shape (..., length, channels); got {tuple(coeffs.shape)}. See linear_coeffs."
+            )
         return coeffs.shape[-2]
 
     def evaluate(self, t: Tensor | float) -> Tensor:

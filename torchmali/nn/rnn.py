@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from torchmali.controllers import FixedStep, StepController
+from torchmali.errors import InvalidStateError, InvalidTimesError
 from torchmali.gradients.base import GradientMethod
 from torchmali.gradients.mali import MALI
 from torchmali.nn.base import SolveModule
-from torchmali.solution import InvalidState, InvalidTimes, require
 from torchmali.solvers.base import Solver
 from torchmali.solvers.leapfrog import ALF
 
@@ -44,8 +44,10 @@ class ODERNNCell(SolveModule):
             h = self.solve(self.func, h, (t0, t1)).y[-1]
         if observed is None:
             return self.cell(x, h)
-        what = f"observed must be bool of shape {tuple(x.shape[:1])}; got {observed.dtype} of {tuple(observed.shape)}."
-        require(observed.dtype == torch.bool and observed.shape == x.shape[:1], what, InvalidState)
+        if observed.dtype != torch.bool or observed.shape != x.shape[:1]:
+            raise InvalidStateError(
+                f"observed must be bool of shape {tuple(x.shape[:1])}; got {observed.dtype} of {tuple(observed.shape)}."
+            )
         observed = observed.unsqueeze(-1)
         # What was not observed may be nan, and 0 * nan would be its share of the cell's gradient.
         return torch.where(observed, self.cell(x.masked_fill(~observed, 0), h), h)
@@ -77,18 +79,21 @@ class ODERNN(nn.Module):
     @staticmethod
     def _checked_times(x: Tensor, t: Tensor, observed: Tensor | None) -> list[float] | list[Tensor]:
         shape = tuple(x.shape)
-        what = f"x must have shape (batch, length, channels) with a length of 1 or more; got {shape}."
-        require(x.ndim == 3 and shape[1] > 0, what, InvalidState)
+        if x.ndim != 3 or shape[1] < 1:
+            raise InvalidStateError(
+                f"x must have shape (batch, length, channels) with a length of 1 or more; got {shape}."
+            )
         what = f"t has shape {tuple(t.shape)}, but x of shape {shape} needs ({shape[1]},): one time per observation."
-        require(
-            t.shape == shape[1:2], f"{what} Merge the times of the batch and mark what is `observed`.", InvalidTimes
-        )
+        if t.shape != shape[1:2]:
+            raise InvalidTimesError(f"{what} Merge the times of the batch and mark what is `observed`.")
         if observed is not None:
             what = f"observed must be bool of shape {shape[:2]}, (batch, length); got {observed.dtype} of"
             fits = observed.dtype == torch.bool and observed.shape == shape[:2]
-            require(fits, f"{what} {tuple(observed.shape)}. For a mask of channels: mask.bool().any(-1).", InvalidState)
+            if not fits:
+                raise InvalidStateError(f"{what} {tuple(observed.shape)}. For a mask of channels: mask.bool().any(-1).")
         times = t.tolist()  # all at once: each read waits for the device
         i = next((i for i, (a, b) in enumerate(pairwise(times)) if not a <= b), -1)
         what = f"t must not decrease: t[{i}] = {times[i]:g}, t[{i + 1}] = {times[i + 1]:g}."
-        require(i < 0, f"{what} Sort it, with x. (To read backwards: reverse=True.)", InvalidTimes)
+        if i >= 0:
+            raise InvalidTimesError(f"{what} Sort it, with x. (To read backwards: reverse=True.)")
         return list(t.unbind()) if t.requires_grad else times

@@ -18,8 +18,9 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from torchmali.errors import InvalidOptionError
 from torchmali.field import Field
-from torchmali.solution import require, short_repr
+from torchmali.solution import short_repr
 from torchmali.solvers.base import Attempt, Cotangent, Passed, ReversibleSolver, Slope, accumulate, followed, missed_by
 from torchmali.solvers.runge_kutta import RK4, RungeKutta
 from torchmali.state import State, Tensors, Time, combine
@@ -40,9 +41,12 @@ class Reversible(ReversibleSolver):
     __repr__ = short_repr
 
     def __post_init__(self):
-        what = f"Reversible(base={self.base!r}): give a Runge-Kutta solver, as in Reversible(RK4())."
-        require(isinstance(self.base, RungeKutta), what)
-        require(0 < self.coupling <= 1, f"Reversible(coupling={self.coupling}): must lie in (0, 1].")
+        if not isinstance(self.base, RungeKutta):
+            raise InvalidOptionError(
+                f"Reversible(base={self.base!r}): give a Runge-Kutta solver, as in Reversible(RK4())."
+            )
+        if not 0 < self.coupling <= 1:
+            raise InvalidOptionError(f"Reversible(coupling={self.coupling}): must lie in (0, 1].")
 
     @property
     def order(self) -> int:

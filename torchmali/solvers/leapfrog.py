@@ -18,8 +18,9 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
+from torchmali.errors import InvalidOptionError
 from torchmali.field import Field, Recorded
-from torchmali.solution import require, short_repr
+from torchmali.solution import short_repr
 from torchmali.solvers.base import Attempt, Cotangent, Passed, ReversibleSolver, Slope, accumulate, missed_by
 from torchmali.state import State, Tensors, Time, Traced, add_, added, combine, dot, scale_
 
@@ -86,14 +87,20 @@ class ALF(ReversibleSolver):
 
     def __post_init__(self):
         order, eta, refresh = self.order, self.eta, self.refresh
-        require(order in list(SCHEMES), f"ALF(order={order}): there are orders {', '.join(map(str, SCHEMES))}.")
-        require(0 < eta <= 1, f"ALF(eta={eta}): damping must lie in (0, 1], where 1 is undamped ALF.")
-        require(eta != 0.5, "ALF(eta=0.5) has no inverse (it divides by 1 - 2 eta). Use eta=0.45, 0.55 or 1.")
-        what = f"ALF(order={order}, eta={eta}): damping makes any order the first. Use order=2, or eta=1 (the default)."
-        require(eta == 1 or order == 2, what)
+        if order not in list(SCHEMES):
+            raise InvalidOptionError(f"ALF(order={order}): there are orders {', '.join(map(str, SCHEMES))}.")
+        if not 0 < eta <= 1:
+            raise InvalidOptionError(f"ALF(eta={eta}): damping must lie in (0, 1], where 1 is undamped ALF.")
+        if eta == 0.5:
+            raise InvalidOptionError("ALF(eta=0.5) has no inverse (it divides by 1 - 2 eta). Use eta=0.45, 0.55 or 1.")
+        if eta != 1 and order != 2:
+            raise InvalidOptionError(
+                f"ALF(order={order}, eta={eta}): damping makes any order the first. Use order=2, or eta=1 (the "
+                "default)."
+            )
         every_n = isinstance(refresh, int) and not isinstance(refresh, bool) and refresh > 0
-        what = f'ALF(refresh={refresh!r}): "auto", "never", or a number of steps.'
-        require(every_n or refresh in ("auto", "never"), what)
+        if not every_n and refresh not in ("auto", "never"):
+            raise InvalidOptionError(f'ALF(refresh={refresh!r}): "auto", "never", or a number of steps.')
 
     @property
     def renewal(self) -> str | int:

@@ -20,8 +20,10 @@ from experiments.runner import Config, Run
 from experiments.stability import Problem, forward, mlp, relative, significant, van_der_pol, walk_back
 from torchmali.controllers import Pace, Start, StepController
 from torchmali.solvers.base import Attempt
-from torchmali.state import State, Structure, Time, number
+from torchmali.state.base import State
+from torchmali.state.vectors import Time, number
 from torchmali.tape import Refresh
+from torchmali.tree import Structure
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torchmali.controllers import AdaptiveStep, Pace, Start, _AdaptivePace
 from torchmali.solvers.base import Attempt
-from torchmali.state import Time
+from torchmali.state.vectors import Time
 
 
 @dataclass(frozen=True)

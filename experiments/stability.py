@@ -21,8 +21,12 @@ from experiments.runner import Config, Run
 from torchmali.controllers import StepController
 from torchmali.integrate import integrate
 from torchmali.solvers.base import Slope
-from torchmali.state import Floats, State, Structure, Time, Traced
+from torchmali.state.base import State
+from torchmali.state.floats import Floats
+from torchmali.state.traced import Traced
+from torchmali.state.vectors import Time
 from torchmali.tape import Refresh, Rescale, Step, Tape
+from torchmali.tree import Structure
 
 DIGITS = 6
 

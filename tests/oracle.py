@@ -12,8 +12,8 @@ from torch import Tensor, nn
 import torchmali as tm
 from torchmali.controllers import Pace, Start
 from torchmali.integrate import integrate
-from torchmali.state import Structure
 from torchmali.tape import Step
+from torchmali.tree import Structure
 
 
 @dataclass(frozen=True)

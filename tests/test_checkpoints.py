@@ -10,7 +10,7 @@ from torch import nn
 
 import torchmali as tm
 from torchmali.measure import peak_bytes
-from torchmali.state import Structure
+from torchmali.tree import Structure
 
 ETAS = {
     0.95: 70,

@@ -15,8 +15,8 @@ from flow import Net, flow
 from torch import Tensor, nn
 
 import torchmali as tm
-from torchmali.grid import Grid
 from torchmali.nn import CNF, ExactTrace, Hutchinson, gaussian, rademacher
+from torchmali.state.fixed_point import Grid
 
 TIGHT: Any = {"solver": tm.ALF(order=6), "controller": tm.AdaptiveStep(1e-10, 1e-11)}
 

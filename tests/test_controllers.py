@@ -47,9 +47,9 @@ from torchmali import (
     rms_norm,
     solve,
 )
-from torchmali.odeint import SOLVERS
 from torchmali.solvers.base import Attempt, Solver
-from torchmali.state import Floats
+from torchmali.state.floats import Floats
+from torchmali.torchdiffeq import SOLVERS
 
 ADAPTIVE = [solver for solver in SOLVERS.values() if solver.error_order is not None]
 # Of one sign, or of many components: |y| is never much smaller than it was at the ends of a step,

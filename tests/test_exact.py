@@ -23,11 +23,12 @@ from problems import tanh_mlp
 from torch import Tensor, nn
 
 import torchmali as tm
-from torchmali.field import Field
-from torchmali.grid import Grid, GridArithmetic
+from torchmali.field.evaluate import Field
 from torchmali.measure import peak_bytes
-from torchmali.state import Memento, Structure
+from torchmali.state.base import Memento
+from torchmali.state.fixed_point import Grid, GridArithmetic
 from torchmali.tape import Rescale
+from torchmali.tree import Structure
 
 ORDERS = (2, 4, 6)
 STEPS = {2: 200, 4: 50, 6: 30}  # enough that no problem here diverges

@@ -1,4 +1,4 @@
-"""The house has rooms: who may import whom."""
+"""Imports of torchmali go in one direction."""
 
 import ast
 from pathlib import Path
@@ -6,25 +6,34 @@ from pathlib import Path
 import pytest
 
 CORE = Path(__file__).parent.parent / "torchmali"
-ROOMS = [  # a room may import those named before it
-    "state",
+LAYERS = [  # a module may import those named before it
     "errors",
+    "tree",
     "solution",
-    "integers",
-    "grid",
     "measure",
+    "state.vectors",
+    "state.base",
+    "state.floats",
+    "state.traced",
+    "state.integers",
+    "state.fixed_point",
     "tape",
-    "randomness",
-    "surroundings",
-    "field",
+    "field.randomness",
+    "field.environment",
+    "field.graph",
+    "field.hooks",
+    "field.parameters",
+    "field.evaluate",
     "solvers.base",
     "solvers.leapfrog",
     "solvers.runge_kutta",
     "solvers.coupled",
     "controllers",
-    "watch",
+    "refresh",
     "integrate",
-    "outlet",
+    "outputs.base",
+    "outputs.stored",
+    "outputs.observed",
     "code",
     "gradients.base",
     "gradients.naive",
@@ -32,7 +41,8 @@ ROOMS = [  # a room may import those named before it
     "gradients.replay",
     "gradients.aca",
     "gradients.mali",
-    "odeint",
+    "solve",
+    "torchdiffeq",
     "nn.base",
     "nn.block",
     "nn.cnf",
@@ -54,8 +64,8 @@ ROOMS = [  # a room may import those named before it
     "__init__",
     "__main__",
 ]
-FORBIDDEN = {  # finer than the order above: importing room -> what it must not know
-    "integrate": ("field", "grid", "solvers.leapfrog", "solvers.runge_kutta", "solvers.coupled"),
+FORBIDDEN = {  # finer than the order above: importing module -> what it must not know
+    "integrate": ("field", "state.fixed_point", "solvers.leapfrog", "solvers.runge_kutta", "solvers.coupled"),
     "controllers": ("field", "tape", "solvers.leapfrog", "solvers.runge_kutta"),
     "gradients.replay": ("solvers.leapfrog", "solvers.runge_kutta"),
     "gradients.adjoint": ("gradients.replay", "solvers.leapfrog", "solvers.runge_kutta"),
@@ -64,7 +74,7 @@ FORBIDDEN = {  # finer than the order above: importing room -> what it must not 
 SOURCES = [path for path in sorted(CORE.rglob("*.py")) if path.read_text().strip()]
 
 
-def room(path: Path) -> str:
+def module(path: Path) -> str:
     return ".".join(path.relative_to(CORE).with_suffix("").parts)
 
 
@@ -80,19 +90,19 @@ def imports(path: Path) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=room)
+@pytest.mark.parametrize("path", SOURCES, ids=module)
 def test_imports_go_in_one_direction(path: Path):
-    assert room(path) in ROOMS, "a new room needs a place in the order"
-    allowed = set(ROOMS[: ROOMS.index(room(path))]) - set(FORBIDDEN.get(room(path), ()))
-    for prefix in FORBIDDEN.get(room(path), ()):
+    assert module(path) in LAYERS, "a new module needs a place in the order"
+    allowed = set(LAYERS[: LAYERS.index(module(path))]) - set(FORBIDDEN.get(module(path), ()))
+    for prefix in FORBIDDEN.get(module(path), ()):
         allowed -= {other for other in allowed if other.startswith(prefix)}
     for name in imports(path):
         if name.startswith("torchmali"):
             other = name.removeprefix("torchmali.")
-            assert {other, f"{other}.__init__"} & allowed, f"{room(path)} imports {name}"
+            assert {other, f"{other}.__init__"} & allowed, f"{module(path)} imports {name}"
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=room)
+@pytest.mark.parametrize("path", SOURCES, ids=module)
 def test_the_core_needs_torch_and_the_standard_library_alone(path: Path):
     standard = {
         "__future__", "abc", "argparse", "collections", "contextlib", "copy", "dataclasses", "functools", "gc", "html",
@@ -100,10 +110,10 @@ def test_the_core_needs_torch_and_the_standard_library_alone(path: Path):
         "time", "types", "typing", "warnings", "weakref",
     }  # fmt: skip
     for name in imports(path):
-        assert name.split(".")[0] in standard | {"torch", "torchmali"}, f"{room(path)}: {name}"
+        assert name.split(".")[0] in standard | {"torch", "torchmali"}, f"{module(path)}: {name}"
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=room)
+@pytest.mark.parametrize("path", SOURCES, ids=module)
 def test_imports_stand_at_the_top(path: Path):
     tree = ast.parse(path.read_text())
     top = {id(node) for node in tree.body}
@@ -112,7 +122,7 @@ def test_imports_stand_at_the_top(path: Path):
             assert id(node) in top, f"lazy import in {path.name}, line {node.lineno}"
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=room)
+@pytest.mark.parametrize("path", SOURCES, ids=module)
 def test_the_core_neither_prints_nor_reads_options_from_globals(path: Path):
     for node in ast.walk(ast.parse(path.read_text())):
         assert not isinstance(node, ast.Global)

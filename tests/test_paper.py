@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from torchmali import ALF, FixedStep, solve
-from torchmali.state import Floats
+from torchmali.state.floats import Floats
 
 ETAS = [0.95, 0.9, 0.85, 0.7, 0.3, 0.25]
 

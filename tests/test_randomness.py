@@ -11,8 +11,8 @@ from torch.func import vmap
 from torch.utils.checkpoint import checkpoint
 
 import torchmali as tm
-from torchmali.field import Field
-from torchmali.randomness import (
+from torchmali.field.evaluate import Field
+from torchmali.field.randomness import (
     HARMLESS,
     Draws,
     First,
@@ -26,7 +26,7 @@ from torchmali.randomness import (
     refuse_dropout,
     rule_of,
 )
-from torchmali.state import Structure
+from torchmali.tree import Structure
 
 FIXED = tm.FixedStep(0.1)
 METHODS = [tm.ACA(), tm.MALI(), tm.MALI(exact=True), tm.MALI(checkpoint_every=3)]

@@ -31,10 +31,11 @@ from torchmali import (
     Tsit5,
     solve,
 )
-from torchmali.odeint import SOLVERS
 from torchmali.solvers.base import Solver
 from torchmali.solvers.runge_kutta import RungeKutta
-from torchmali.state import Floats, Tensors
+from torchmali.state.floats import Floats
+from torchmali.state.vectors import Tensors
+from torchmali.torchdiffeq import SOLVERS
 
 ALL = list(SOLVERS.values())
 TABLEAUX = [solver for solver in ALL if isinstance(solver, RungeKutta)]

@@ -29,8 +29,8 @@ from torchmali.gradients.adjoint import Adjoint
 from torchmali.gradients.base import GradientMethod
 from torchmali.gradients.mali import MALI
 from torchmali.gradients.naive import Naive
-from torchmali.odeint import odeint, odeint_adjoint, solve
 from torchmali.solution import Solution, Stats
+from torchmali.solve import solve
 from torchmali.solvers.base import ReversibleSolver, Solver
 from torchmali.solvers.coupled import Reversible
 from torchmali.solvers.leapfrog import ALF
@@ -47,6 +47,7 @@ from torchmali.solvers.runge_kutta import (
     RK4ThreeEighths,
     Tsit5,
 )
+from torchmali.torchdiffeq import odeint, odeint_adjoint
 
 __version__ = "0.1.0.dev0"
 

@@ -11,11 +11,12 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from torchmali.errors import NonRepeatableFieldError
-from torchmali.field import Field
-from torchmali.grid import Grid
+from torchmali.field.evaluate import Field
 from torchmali.solvers.base import ReversibleSolver, Solver
-from torchmali.state import Memento, State, Structure
+from torchmali.state.base import Memento, State
+from torchmali.state.fixed_point import Grid
 from torchmali.tape import Event, Refresh, Rescale, Step, Tape
+from torchmali.tree import Structure
 
 
 @dataclass(frozen=True, eq=False, repr=False)

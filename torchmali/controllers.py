@@ -18,7 +18,9 @@ from torch import Tensor
 from torchmali.errors import IncompatibleError, InvalidOptionError, NonFiniteError, StepLimitError, StepUnderflowError
 from torchmali.solution import short_repr
 from torchmali.solvers.base import Attempt, Slope, Solver
-from torchmali.state import Leaves, State, Structure, Tensors, Time, combine, first_non_finite, number
+from torchmali.state.base import State
+from torchmali.state.vectors import Leaves, Tensors, Time, combine, first_non_finite, number
+from torchmali.tree import Structure
 
 Norm = Callable[[Tensors], Tensor]
 

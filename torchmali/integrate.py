@@ -11,11 +11,13 @@ from torch import Tensor
 
 from torchmali.controllers import Pace, Start, StepController
 from torchmali.errors import NonFiniteError, warn
+from torchmali.refresh import Look, Watch
 from torchmali.solution import Stats
 from torchmali.solvers.base import Attempt, Slope, Solver
-from torchmali.state import FITS, Floats, State, Tensors, Time, first_non_finite, number
+from torchmali.state.base import FITS, State
+from torchmali.state.floats import Floats
+from torchmali.state.vectors import Tensors, Time, first_non_finite, number
 from torchmali.tape import Output, Refresh, Rescale, Step, Tape
-from torchmali.watch import Look, Watch
 
 Emit = Callable[[int, Tensors], None]
 C = TypeVar("C", Pace, Watch)

@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
-from torchmali.state import Memento, State, Time
+from torchmali.state.base import Memento, State
+from torchmali.state.vectors import Time
 
 
 class Step(NamedTuple):

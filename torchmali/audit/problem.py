@@ -17,14 +17,16 @@ from torchmali.audit.budget import until
 from torchmali.audit.double import InDouble
 from torchmali.controllers import StepController
 from torchmali.errors import InvalidOptionError
-from torchmali.field import Field, find_parameters_and_modules
+from torchmali.field.evaluate import Field
+from torchmali.field.parameters import find_parameters_and_modules
 from torchmali.gradients.adjoint import Adjoint
 from torchmali.gradients.base import GradientMethod
-from torchmali.odeint import solve
 from torchmali.solution import Solution, Stats
+from torchmali.solve import solve
 from torchmali.solvers.base import Solver
 from torchmali.solvers.runge_kutta import Dopri5, Dopri8
-from torchmali.state import Structure, Tensors
+from torchmali.state.vectors import Tensors
+from torchmali.tree import Structure
 
 DIFFICULTIES = (errors.NonFiniteError, errors.StepLimitError, errors.StepUnderflowError)  # of a problem, not of a call
 N_REPEATS = 4  # evaluations of f that must agree

@@ -13,13 +13,14 @@ from torch import Tensor
 
 from torchmali.controllers import AdaptiveStep, Norm, StepController, checked_norm, rms_norm
 from torchmali.errors import IncompatibleError, warn
-from torchmali.field import Field
+from torchmali.field.evaluate import Field
 from torchmali.gradients.base import GradientMethod, Problem, forward, refuse_double_backward, require_same
 from torchmali.integrate import integrate
-from torchmali.outlet import Outlet
+from torchmali.outputs.base import Outlet
 from torchmali.solution import TELL_LIMIT, Stats, short_repr
 from torchmali.solvers.base import Solver, accumulate
-from torchmali.state import Floats, Tensors, Time, dot
+from torchmali.state.floats import Floats
+from torchmali.state.vectors import Tensors, Time, dot
 
 
 @dataclass(frozen=True, repr=False)

@@ -14,13 +14,16 @@ from torch.autograd import forward_ad
 
 from torchmali.controllers import StepController
 from torchmali.errors import DoubleBackwardError, NonRepeatableFieldError
-from torchmali.field import Field
+from torchmali.field.environment import Surroundings
+from torchmali.field.evaluate import Field
 from torchmali.integrate import Effects, Emit, integrate
-from torchmali.outlet import Outlet
+from torchmali.outputs.base import Outlet
 from torchmali.solution import Stats
 from torchmali.solvers.base import Slope, Solver
-from torchmali.state import Floats, State, Tensors, Time, Traced
-from torchmali.surroundings import Surroundings
+from torchmali.state.base import State
+from torchmali.state.floats import Floats
+from torchmali.state.traced import Traced
+from torchmali.state.vectors import Tensors, Time
 from torchmali.tape import Tape
 
 

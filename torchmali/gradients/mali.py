@@ -13,10 +13,12 @@ from torchmali.controllers import StepController
 from torchmali.errors import IncompatibleError, InvalidOptionError, warn
 from torchmali.gradients.base import Problem
 from torchmali.gradients.replay import LIMITS, ReplayGradient, Way
-from torchmali.grid import Grid, GridArithmetic
 from torchmali.solution import TELL_LIMIT, short_repr
 from torchmali.solvers.base import ReversibleSolver, Solver
-from torchmali.state import Floats, State, Tensors
+from torchmali.state.base import State
+from torchmali.state.fixed_point import Grid, GridArithmetic
+from torchmali.state.floats import Floats
+from torchmali.state.vectors import Tensors
 from torchmali.tape import Tape
 
 UNITS = {"B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from torchmali.gradients.base import GradientMethod, Problem
-from torchmali.state import Tensors, Traced
+from torchmali.state.traced import Traced
+from torchmali.state.vectors import Tensors
 
 
 @dataclass(frozen=True)

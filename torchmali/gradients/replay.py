@@ -19,11 +19,13 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from torchmali.field import Field
+from torchmali.field.evaluate import Field
 from torchmali.gradients.base import GradientMethod, Problem, forward, refuse_double_backward, require_same
-from torchmali.outlet import Outlet
+from torchmali.outputs.base import Outlet
 from torchmali.solvers.base import Cotangent, Inside, Passed, Solver, accumulate
-from torchmali.state import Drift, Floats, Memento, State, Tensors, rows
+from torchmali.state.base import Drift, Memento, State
+from torchmali.state.floats import Floats
+from torchmali.state.vectors import Tensors, rows
 from torchmali.tape import Event, Output, Refresh, Rescale, Step, Tape
 
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torchmali.controllers import StepController
 from torchmali.errors import InvalidTimesError
 from torchmali.gradients.base import GradientMethod
-from torchmali.odeint import solve
 from torchmali.solution import Solution, Stats
+from torchmali.solve import solve
 from torchmali.solvers.base import Solver
 
 Times = Sequence[float] | Tensor

@@ -11,7 +11,7 @@ from torchmali.gradients.mali import MALI
 from torchmali.nn.base import SolveModule, Times, checked_times, shown_times
 from torchmali.solvers.base import Solver
 from torchmali.solvers.leapfrog import ALF
-from torchmali.state import Structure
+from torchmali.tree import Structure
 
 
 class ODEBlock(SolveModule):

@@ -9,8 +9,9 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from torchmali.field import Field
-from torchmali.state import State, Tensors, Time
+from torchmali.field.evaluate import Field
+from torchmali.state.base import State
+from torchmali.state.vectors import Tensors, Time
 
 Slope = Callable[[Time, Tensors], Tensors]  # f on leaves
 

@@ -19,11 +19,12 @@ import torch
 from torch import Tensor
 
 from torchmali.errors import InvalidOptionError
-from torchmali.field import Field
+from torchmali.field.evaluate import Field
 from torchmali.solution import short_repr
 from torchmali.solvers.base import Attempt, Cotangent, Passed, ReversibleSolver, Slope, accumulate, followed, missed_by
 from torchmali.solvers.runge_kutta import RK4, RungeKutta
-from torchmali.state import State, Tensors, Time, combine
+from torchmali.state.base import State
+from torchmali.state.vectors import Tensors, Time, combine
 
 
 @dataclass(frozen=True, repr=False)

@@ -19,10 +19,12 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from torchmali.errors import InvalidOptionError
-from torchmali.field import Field, Recorded
+from torchmali.field.evaluate import Field, Recorded
 from torchmali.solution import short_repr
 from torchmali.solvers.base import Attempt, Cotangent, Passed, ReversibleSolver, Slope, accumulate, missed_by
-from torchmali.state import State, Tensors, Time, Traced, add_, added, combine, dot, scale_
+from torchmali.state.base import State
+from torchmali.state.traced import Traced
+from torchmali.state.vectors import Tensors, Time, add_, added, combine, dot, scale_
 
 
 class Scheme(NamedTuple):

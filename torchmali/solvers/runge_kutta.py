@@ -9,9 +9,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from torchmali.field import Field
+from torchmali.field.evaluate import Field
 from torchmali.solvers.base import Attempt, Cotangent, Passed, Slope, Solver, accumulate, followed, missed_by
-from torchmali.state import State, Tensors, Time, combine
+from torchmali.state.base import State
+from torchmali.state.vectors import Tensors, Time, combine
 
 Row = tuple[float, ...]
 

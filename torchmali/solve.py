@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import Any, ParamSpec, TypeVar
 
@@ -12,48 +12,31 @@ import torch
 from torch import Generator, Tensor
 from torch.nn.parameter import is_lazy
 
-import torchmali.solvers.runge_kutta as rk
 from torchmali.code import Code
-from torchmali.controllers import AdaptiveStep, FixedStep, StepController
+from torchmali.controllers import AdaptiveStep, StepController
 from torchmali.errors import (
     IncompatibleError,
     InvalidFieldError,
     InvalidOptionError,
     InvalidStateError,
     InvalidTimesError,
-    UnknownMethodError,
     warn,
 )
-from torchmali.field import Field
-from torchmali.gradients.aca import ACA
-from torchmali.gradients.adjoint import Adjoint
+from torchmali.field.evaluate import Field
+from torchmali.field.randomness import Source
 from torchmali.gradients.base import GradientMethod, Problem, has_tangent
 from torchmali.gradients.mali import MALI
 from torchmali.gradients.naive import Naive
-from torchmali.outlet import Kept, Observed, Observer
-from torchmali.randomness import Source
+from torchmali.outputs.observed import Observed, Observer
+from torchmali.outputs.stored import Kept
 from torchmali.solution import Solution, Stats
 from torchmali.solvers.base import Solver
 from torchmali.solvers.leapfrog import ALF
-from torchmali.state import Structure, Tensors
+from torchmali.state.vectors import Tensors
+from torchmali.tree import Structure
 
 P = ParamSpec("P")
 R = TypeVar("R")
-# fmt: off
-SOLVERS: dict[str, Solver] = {
-    "alf": ALF(), "alf4": ALF(order=4), "alf6": ALF(order=6), "euler": rk.Euler(),
-    "midpoint": rk.Midpoint(), "heun2": rk.Heun(), "heun3": rk.Heun3(),
-    "rk4": rk.RK4ThreeEighths(), "rk4_classic": rk.RK4(), "adaptive_heun": rk.HeunEuler(), "bosh3": rk.Bosh3(),
-    "dopri5": rk.Dopri5(), "tsit5": rk.Tsit5(), "dopri8": rk.Dopri8(),
-}
-GRADIENTS: dict[str, GradientMethod] = {
-    "naive": Naive(), "adjoint": Adjoint(), "seminorm": Adjoint(seminorm=True), "aca": ACA(), "mali": MALI(),
-}
-ADAPTIVE_OPTIONS = {  # torchdiffeq's name: ours
-    "first_step": "h0", "safety": "safety", "ifactor": "max_factor", "dfactor": "min_factor", "min_step": "h_min",
-    "max_step": "h_max", "max_num_steps": "max_steps", "norm": "norm",
-}
-# fmt: on
 
 
 def outside_graphs(run: Callable[P, R]) -> Callable[P, R]:
@@ -257,99 +240,3 @@ def _ordered(times: list[float]) -> list[float]:
     if k >= 0:
         raise InvalidTimesError(f"t must be increasing or decreasing throughout: {where}. Sort it.")
     return times
-
-
-def odeint(
-    func: Callable,
-    y0: Any,
-    t: Tensor | Sequence[float],
-    *,
-    rtol: Any = 1e-7,
-    atol: Any = 1e-9,
-    method: str | Solver | None = None,
-    options: Mapping[str, Any] | None = None,
-    gradient: str | GradientMethod | None = None,
-    args: tuple = (),
-    params: Iterable[Tensor] | None = None,
-) -> Any:
-    """torchdiffeq's `odeint`, with `gradient` to choose how it is differentiated; returns y, time first.
-
-    method: "dopri5" (default), "alf" or "alf4" (default with gradient="mali": "alf4" for adaptive steps with rtol <=
-    1e-3), "alf6", "tsit5", "dopri8", "bosh3", "adaptive_heun", "euler", "midpoint", "heun2", "heun3", "rk4" (3/8 rule),
-    "rk4_classic", or a solver. gradient: "naive" (default),
-    "aca", "mali", "adjoint", "seminorm", or a gradient method. options: step_size, or first_step, safety, ifactor,
-    dfactor, min_step, max_step, max_num_steps, norm. Other than there, max_num_steps (10,000) is for the whole solve,
-    and fixed steps end at each output time instead of being interpolated.
-    """
-    chosen = _named(gradient, GRADIENTS, GradientMethod, "gradient method", Naive())
-    options = dict(options or {})
-    tight = "step_size" not in options and min(Structure.of(rtol).flatten(rtol)) <= 1e-3
-    default = ALF(order=4 if tight else 2) if isinstance(chosen, MALI) else rk.Dopri5()
-    solver = _named(method, SOLVERS, Solver, "method", default)
-    norm = options.get("norm")
-    if norm is not None and isinstance(y0, Tensor):
-        options["norm"] = lambda x: norm(x[0])  # torchdiffeq gives it the tensor, we a tuple of leaves
-    controller = _controller(solver, rtol, atol, options)
-    return solve(func, y0, t, solver=solver, controller=controller, gradient=chosen, args=args, params=params).y
-
-
-def odeint_adjoint(
-    func: Callable,
-    y0: Any,
-    t: Tensor | Sequence[float],
-    *,
-    rtol: Any = 1e-7,
-    atol: Any = 1e-9,
-    method: str | Solver | None = None,
-    options: Mapping[str, Any] | None = None,
-    adjoint_rtol: Any = None,
-    adjoint_atol: Any = None,
-    adjoint_method: str | Solver | None = None,
-    adjoint_options: Mapping[str, Any] | None = None,
-    adjoint_params: Iterable[Tensor] | None = None,
-    args: tuple = (),
-) -> Any:
-    """torchdiffeq's `odeint_adjoint`: `odeint` with the continuous adjoint. adjoint_options may say norm="seminorm"."""
-    differ = adjoint_method is not None and adjoint_method != method
-    if adjoint_options is None and options and differ:
-        raise InvalidOptionError(
-            "options are those of `method`; with another adjoint_method give adjoint_options too, {} for none."
-        )
-    backward = dict(options or {}) if adjoint_options is None else dict(adjoint_options)
-    seminorm = backward.get("norm") == "seminorm"
-    if seminorm or adjoint_options is None:
-        backward.pop("norm", None)
-    if "norm" in backward:
-        raise InvalidOptionError(
-            'adjoint_options["norm"] can only be "seminorm" here. For another norm: gradient=Adjoint(controller=...).'
-        )
-    solver = _named(adjoint_method or method, SOLVERS, Solver, "method", rk.Dopri5())
-    tolerances = rtol if adjoint_rtol is None else adjoint_rtol, atol if adjoint_atol is None else adjoint_atol
-    gradient = Adjoint(solver, _controller(solver, *tolerances, backward), seminorm)
-    forward = {"rtol": rtol, "atol": atol, "method": method, "options": options}
-    return odeint(func, y0, t, **forward, gradient=gradient, args=args, params=adjoint_params)
-
-
-def _named(value: Any, known: Mapping[str, Any], base: type, what: str, default: Any) -> Any:
-    if value is None:
-        return default
-    if isinstance(value, base):
-        return value
-    if value in known:
-        return known[value]
-    raise UnknownMethodError(
-        f"Unknown {what} {value!r}. Known: {', '.join(map(repr, known))}, or a {base.__name__} object."
-    )
-
-
-def _controller(solver: Solver, rtol: Any, atol: Any, options: Mapping[str, Any] | None) -> StepController:
-    options = dict(options or {})
-    size = options.pop("step_size", None)
-    if size is not None or solver.error_order is None:
-        if options:
-            raise InvalidOptionError(f"Unknown options {sorted(options)} for fixed steps. Known: ['step_size'].")
-        return FixedStep(math.inf if size is None else size)
-    unknown = sorted(set(options) - set(ADAPTIVE_OPTIONS))
-    if unknown:
-        raise InvalidOptionError(f"Unknown options {unknown}. Known: {['step_size', *ADAPTIVE_OPTIONS]}.")
-    return AdaptiveStep(rtol, atol, **{ADAPTIVE_OPTIONS[name]: value for name, value in options.items()})

@@ -1,112 +1,22 @@
-"""What becomes of y at the output times: it is kept, or observed and let go."""
+"""Outputs that are observed: the sum of observe(t, y) over the times."""
 
 from __future__ import annotations
 
 import inspect
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchmali.errors import InvalidFieldError
-from torchmali.field import Field, raise_for_change
-from torchmali.randomness import Source
-from torchmali.state import Structure, Tensors, Time
-from torchmali.surroundings import version_of
-
-
-class Pulled(NamedTuple):
-    """What dL/dresults makes of one output time."""
-
-    z: Sequence[Tensor | None]  # dL/dy
-    theta: Sequence[Tensor | None] = ()  # dL/d(parameters of the observer)
-    t: Tensor | None = None  # dL/dt, for the t that the observer sees
-
-
-class Outlet(ABC):
-    theta: Sequence[Tensor] = ()  # what may get a gradient here
-    keeps: bool  # every y
-
-    @abstractmethod
-    def show(self, t: Time, z: Tensors, k: int) -> Tensors:
-        """What there is to collect of y[k] = z, differentiably."""
-
-    @abstractmethod
-    def gather(self, shown: Sequence[Tensors]) -> Tensors:
-        """The results, from what was shown at each output time."""
-
-    @abstractmethod
-    def emit(self, t: Time, z: Tensors, k: int) -> None:
-        """The same without a graph and without a list: take y[k] in."""
-
-    @abstractmethod
-    def results(self) -> Tensors:
-        """Of all that was emitted."""
-
-    @abstractmethod
-    def pull(self, t: Time, z: Tensors, k: int, grads: Sequence[Tensor | None]) -> Pulled:
-        """Back from dL/dresults to y[k] = z."""
-
-    def mark(self) -> Any:
-        """What has been taken in so far, to come `back_to`."""
-        return None
-
-    def back_to(self, mark: Any) -> None:
-        """Forget what was emitted since: it will be emitted again."""
-        return None
-
-    def states(self, results: Tensors) -> Tensors:
-        """Those of the results that are states, time first."""
-        return results
-
-    def without_tensors(self) -> Outlet:
-        """For the backward pass."""
-        return self
-
-    def with_tensors(self, theta: Sequence[Tensor], wants_t: bool) -> Outlet:
-        return self
-
-    @property
-    def functions(self) -> Sequence[Field]:
-        """The functions of the user's that are called here."""
-        return ()
-
-    def backward_pass(self, t: float, z: Tensors) -> AbstractContextManager:
-        """Around all calls of `pull`. t, z: of the first output."""
-        return nullcontext()
-
-
-class Kept(Outlet):
-    """y at all times, time first."""
-
-    keeps = True
-
-    def __init__(self, n: int):
-        self.n, self.y = n, ()
-
-    def show(self, t: Time, z: Tensors, k: int) -> Tensors:
-        return z
-
-    def gather(self, shown: Sequence[Tensors]) -> Tensors:
-        return tuple(torch.stack(leaf) for leaf in zip(*shown, strict=True))
-
-    def emit(self, t: Time, z: Tensors, k: int) -> None:
-        # Written in place as they come: no list of states beside the result.
-        self.y = self.y or tuple(_room_for(self.n, leaf) for leaf in z)
-        for whole, part in zip(self.y, z, strict=True):
-            whole[k] = part
-
-    def results(self) -> Tensors:
-        return self.y
-
-    def pull(self, t: Time, z: Tensors, k: int, grads: Sequence[Tensor | None]) -> Pulled:
-        return Pulled([None if g is None else g[k] for g in grads])
-
-    def without_tensors(self) -> Outlet:
-        return Kept(self.n)
+from torchmali.field.environment import version_of
+from torchmali.field.evaluate import Field, raise_for_change
+from torchmali.field.randomness import Source
+from torchmali.outputs.base import Outlet, Pulled
+from torchmali.state.vectors import Tensors, Time
+from torchmali.tree import Structure
 
 
 class Observed(Outlet):
@@ -217,12 +127,6 @@ class Observer(Field):
                 f"{tuple(self.kind[0])}, {self.kind[1]}, now {tuple(value.shape)}, {value.dtype}."
             )
         return (value,)
-
-
-def _room_for(n: int, z: Tensor) -> Tensor:
-    """For n tensors like z, each in z's memory format."""
-    strides = z.stride() if z.is_contiguous() else torch.empty_like(z, device="meta").stride()
-    return z.new_empty_strided((n, *z.shape), (max(1, z.numel()), *strides))
 
 
 def _takes_k(func: Any) -> bool:

@@ -27,7 +27,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd.graph import increment_version
 
 from torchmali.errors import InvalidFieldError, InvalidOptionError, NonRepeatableFieldError
-from torchmali.randomness import Draws, First, Redirected, Refused, Source
+from torchmali.field.randomness import Draws, First, Redirected, Refused, Source
 
 LARGE = 2**20  # bytes: a buffer beyond this is a table, not a statistic; f may read it, but not change it
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # to compare, by size

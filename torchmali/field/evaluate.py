@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
-import threading
-import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
-from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
+from torch import Tensor
 
 from torchmali.errors import InvalidFieldError, InvalidOptionError, NonRepeatableFieldError, warn
-from torchmali.randomness import Operations, Source
-from torchmali.state import Leaves, Structure, Tensors, Time
-from torchmali.surroundings import Surroundings, version_of
+from torchmali.field.environment import Surroundings, version_of
+from torchmali.field.graph import forgotten_leaves, leaf_of, nodes_behind
+from torchmali.field.hooks import without_hooks
+from torchmali.field.parameters import search_of
+from torchmali.field.randomness import Operations, Source
+from torchmali.state.vectors import Leaves, Tensors, Time
+from torchmali.tree import Structure
 
 F = TypeVar("F", bound="Field")
-MANY = 1000  # entries: a global container beyond this is data
 # torch.autograd.grad without its checks of the arguments: they are a good part of the VJP of a small f.
 _run_backward = torch.autograd.Variable._execution_engine.run_backward
 
@@ -67,8 +66,8 @@ class Field:
         unique = {id(p): p for p in found if p.requires_grad}
         # What another one is computed from gets its gradient through that one, outside: here it would be counted twice.
         roots = [p.grad_fn for p in unique.values() if p.grad_fn is not None]
-        behind = _graph([node for root in roots for node, _ in root.next_functions], set())
-        self.behind = {id(x) for x in map(_leaf, behind)}
+        behind = nodes_behind([node for root in roots for node, _ in root.next_functions], set())
+        self.behind = {id(x) for x in map(leaf_of, behind)}
         theta = [p for p in unique.values() if id(p) not in self.behind and p.grad_fn not in behind]
         self.args, self.is_leaf = self.args_structure.rebuild(self.arg_leaves), structure.spec.is_leaf()
         self.theta = [*(self.arg_leaves[i] for i in self.slots), *theta]
@@ -421,174 +420,9 @@ def _fingerprint(u: Tensors) -> Tensor:
     return torch.stack([torch.linalg.vector_norm(x) for x in u] + [x.sum() for x in u])
 
 
-class Quiet:
-    """A hook that is not called in backward passes of solves, each in its own thread. Other threads do not notice."""
-
-    lock = threading.Lock()  # for the counts of all hooks
-    here = threading.local()  # depth: how many of our backward passes this thread is in
-
-    def __init__(self, hook: Callable):
-        self.hook, self.n_users = hook, 0
-
-    def __call__(self, *args: Any) -> Any:
-        return None if getattr(Quiet.here, "depth", 0) else self.hook(*args)
-
-
-@contextlib.contextmanager
-def without_hooks(tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Hooks on parameters are for their whole gradient, which autograd shows them; not for the share of each step."""
-    # Autograd itself holds the dict of a tensor with a history, and another thread may be about to call what is in it:
-    # the hooks stay there, but keep quiet in this thread.
-    hooked = [hooks for x in tensors if (hooks := x._backward_hooks)]
-    retained = [(x, x.grad) for x in tensors if x.retains_grad]
-    if not hooked and not retained:
-        yield
-        return
-    quiet = _quieted(hooked)
-    Quiet.here.depth = getattr(Quiet.here, "depth", 0) + 1
-    try:
-        yield
-    finally:
-        Quiet.here.depth -= 1
-        _unquieted(quiet)
-        for x, grad in retained:
-            x.grad = grad
-
-
-def _quieted(hooked: Sequence[dict]) -> list[tuple[dict, Any, Quiet]]:
-    """Wrap all hooks; those that another thread has wrapped already are shared."""
-    found = []
-    with Quiet.lock:
-        for hooks in hooked:
-            for key, hook in list(hooks.items()):
-                quiet = hook if isinstance(hook, Quiet) else Quiet(hook)
-                quiet.n_users += 1
-                hooks[key] = quiet
-                found.append((hooks, key, quiet))
-    return found
-
-
-def _unquieted(found: list[tuple[dict, Any, Quiet]]) -> None:
-    with Quiet.lock:
-        for hooks, key, quiet in found:
-            quiet.n_users -= 1
-            if not quiet.n_users and hooks.get(key) is quiet:  # it may have been removed
-                hooks[key] = quiet.hook
-
-
 def _normal(x: Any) -> Any:
     """Not a tensor made in inference mode: no graph could hold it, and f may need one."""
     if not isinstance(x, Tensor) or not x.is_inference():
         return x
     with torch.inference_mode(False):
         return x.clone()
-
-
-def find_parameters_and_modules(root: Any) -> tuple[list[Tensor], list[nn.Module]]:
-    """The tensors requiring a gradient, and the modules, that f can be seen to hold."""
-    search = search_of(root)
-    return list(search.found.values()), list(search.modules.values())
-
-
-def search_of(root: Any) -> Search:
-    """The tensors and the modules that f can be seen to hold.
-
-    Looks into modules, bound methods, partials, closures, globals that the code names, containers, and the attributes
-    of other callables and of objects whose methods are bound.
-    """
-    search = Search()
-    search.look(root, True)
-    return search
-
-
-class Search:
-    """A class: a recursive inner function would hold itself, and with it all that it has seen."""
-
-    def __init__(self):
-        self.found: dict[int, Tensor] = {}  # tensors that require a gradient
-        self.loose: dict[int, Tensor] = {}  # tensors that do not, outside of modules
-        self.modules: dict[int, nn.Module] = {}
-        self.seen: dict[int, Any] = {}  # keeps what it has seen alive: a freed list's id comes back
-
-    def look(self, x: Any, deep: bool) -> None:
-        if id(x) in self.seen or isinstance(x, (int, float, str)):
-            return
-        self.seen[id(x)] = x
-        if isinstance(x, Tensor):
-            # A result kept in some attribute or log is not what f reads, and its graph may be gone.
-            if x.requires_grad and (deep or x.is_leaf):
-                self.found[id(x)] = x
-            elif not x.requires_grad:
-                self.loose[id(x)] = x
-        elif isinstance(x, nn.Module):
-            for module in x.modules():
-                self.modules[id(module)] = module
-                parameters = (p for p in module._parameters.values() if p is not None and p.requires_grad)
-                self.found.update((id(p), p) for p in parameters)
-            if getattr(x, "_is_replica", False):  # DataParallel's copies hold their parameters as plain attributes
-                self.look(tuple(p for m in x.modules() for p in vars(m).values() if isinstance(p, Tensor)), True)
-        elif isinstance(x, (tuple, list)):
-            for part in x:
-                self.look(part, deep and not isinstance(x, list))
-        elif isinstance(x, dict):
-            self.look(tuple(x.values()), deep)
-        elif isinstance(x, functools.partial):
-            self.look((x.func, x.args, x.keywords), deep)
-        elif isinstance(x, types.MethodType):
-            self.look(x.__self__, True)
-        elif isinstance(x, types.FunctionType):
-            for cell in x.__closure__ or ():
-                with contextlib.suppress(ValueError):  # a cell that is not filled yet
-                    self.look(cell.cell_contents, deep)
-            codes = [x.__code__]
-            for code in codes:  # grows: with the code of inner functions and comprehensions
-                codes += [inner for inner in code.co_consts if isinstance(inner, types.CodeType)]
-            used = [x.__globals__.get(name) for code in codes for name in code.co_names]
-            self.look(tuple(y for y in used if isinstance(y, (Tensor, nn.Module))), True)
-            for y in used:
-                self._look_for_loose(y)
-            self.look((x.__defaults__, x.__kwdefaults__), deep)
-        elif deep and hasattr(x, "__dict__") and not isinstance(x, (type, types.ModuleType)):
-            self.look(list(vars(x).values()), False)
-
-    def _look_for_loose(self, x: Any) -> None:
-        """Tensors without a gradient in a global container, such as buffers for torch.func.functional_call."""
-        if isinstance(x, (dict, list, tuple)) and len(x) <= MANY:
-            tensors = [y for y in (x.values() if isinstance(x, dict) else x) if isinstance(y, Tensor)]
-            self.loose.update((id(y), y) for y in tensors if not y.requires_grad)
-
-
-def forgotten_leaves(u: Leaves, known: Sequence[Tensor]) -> list[Tensor]:
-    """Leaves in the graph of u that are not known and not behind something known."""
-    followed = [x for x in known if x.requires_grad]
-    ends = [x.grad_fn or _node(x) for x in u if x.requires_grad]
-    found = _leaves_behind(ends, {x.grad_fn for x in followed if x.grad_fn is not None})
-    ids = {id(x) for x in followed}
-    if all(id(x) in ids for x in found):
-        return []
-    # By their nodes: under saved-tensor hooks a saved leaf comes back as another object.
-    return _leaves_behind(ends, {x.grad_fn or _node(x) for x in followed})
-
-
-def _leaves_behind(ends: Sequence[Any], stop: set) -> list[Tensor]:
-    return [x for x in map(_leaf, _graph(list(ends), stop)) if x is not None]
-
-
-def _node(leaf: Tensor) -> Any:
-    """The node in which the gradient of a leaf ends."""
-    return get_gradient_edge(leaf).node
-
-
-def _graph(nodes: list, stop: set) -> set:
-    """The nodes behind these, and these, but nothing behind `stop`."""
-    seen: set = set()
-    while nodes:
-        node = nodes.pop()
-        if node is not None and node not in seen and node not in stop:
-            seen.add(node)
-            nodes += [parent for parent, _ in node.next_functions]
-    return seen
-
-
-def _leaf(node: Any) -> Tensor | None:
-    return getattr(node, "variable", None)

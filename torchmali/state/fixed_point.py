@@ -26,7 +26,9 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from torchmali.integers import (
+from torchmali.state.base import FITS, Drift, Fit, Memento, State
+from torchmali.state.floats import Floats
+from torchmali.state.integers import (
     BITS,
     EXPONENT,
     FINER,
@@ -58,7 +60,7 @@ from torchmali.integers import (
     times_,
     times_power,
 )
-from torchmali.state import FITS, Drift, Fit, Floats, Memento, State, Tensors
+from torchmali.state.vectors import Tensors
 
 LIMIT = {torch.int32: 0.99 * 2**30, torch.int64: 0.99 * 2**62}  # two numbers below it can be added
 PERIOD = 8  # steps between two readings of the range, reflects between two looks at the mixture of scales

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from torchmali.errors import NonFiniteError
-from torchmali.state import Tensors
+from torchmali.state.vectors import Tensors
 
 WORDS = {torch.float32: torch.int32, torch.float64: torch.int64}
 BITS = {torch.int32: 27, torch.int64: 58}  # of the largest element on a new grid; twice that is room to grow

@@ -1,0 +1,47 @@
+"""The leaves in an autograd graph."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+from torchmali.state.vectors import Leaves
+
+
+def forgotten_leaves(u: Leaves, known: Sequence[Tensor]) -> list[Tensor]:
+    """Leaves in the graph of u that are not known and not behind something known."""
+    followed = [x for x in known if x.requires_grad]
+    ends = [x.grad_fn or _node(x) for x in u if x.requires_grad]
+    found = _leaves_behind(ends, {x.grad_fn for x in followed if x.grad_fn is not None})
+    ids = {id(x) for x in followed}
+    if all(id(x) in ids for x in found):
+        return []
+    # By their nodes: under saved-tensor hooks a saved leaf comes back as another object.
+    return _leaves_behind(ends, {x.grad_fn or _node(x) for x in followed})
+
+
+def _leaves_behind(ends: Sequence[Any], stop: set) -> list[Tensor]:
+    return [x for x in map(leaf_of, nodes_behind(list(ends), stop)) if x is not None]
+
+
+def _node(leaf: Tensor) -> Any:
+    """The node in which the gradient of a leaf ends."""
+    return get_gradient_edge(leaf).node
+
+
+def nodes_behind(nodes: list, stop: set) -> set:
+    """The nodes behind these, and these, but nothing behind `stop`."""
+    seen: set = set()
+    while nodes:
+        node = nodes.pop()
+        if node is not None and node not in seen and node not in stop:
+            seen.add(node)
+            nodes += [parent for parent, _ in node.next_functions]
+    return seen
+
+
+def leaf_of(node: Any) -> Tensor | None:
+    return getattr(node, "variable", None)

@@ -1,0 +1,86 @@
+"""The tensors and modules that a function depends on, found by looking into it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import types
+from typing import Any
+
+from torch import Tensor, nn
+
+MANY = 1000  # entries: a global container beyond this is data
+
+
+def find_parameters_and_modules(root: Any) -> tuple[list[Tensor], list[nn.Module]]:
+    """The tensors requiring a gradient, and the modules, that f can be seen to hold."""
+    search = search_of(root)
+    return list(search.found.values()), list(search.modules.values())
+
+
+def search_of(root: Any) -> Search:
+    """The tensors and the modules that f can be seen to hold.
+
+    Looks into modules, bound methods, partials, closures, globals that the code names, containers, and the attributes
+    of other callables and of objects whose methods are bound.
+    """
+    search = Search()
+    search.look(root, True)
+    return search
+
+
+class Search:
+    """A class: a recursive inner function would hold itself, and with it all that it has seen."""
+
+    def __init__(self):
+        self.found: dict[int, Tensor] = {}  # tensors that require a gradient
+        self.loose: dict[int, Tensor] = {}  # tensors that do not, outside of modules
+        self.modules: dict[int, nn.Module] = {}
+        self.seen: dict[int, Any] = {}  # keeps what it has seen alive: a freed list's id comes back
+
+    def look(self, x: Any, deep: bool) -> None:
+        if id(x) in self.seen or isinstance(x, (int, float, str)):
+            return
+        self.seen[id(x)] = x
+        if isinstance(x, Tensor):
+            # A result kept in some attribute or log is not what f reads, and its graph may be gone.
+            if x.requires_grad and (deep or x.is_leaf):
+                self.found[id(x)] = x
+            elif not x.requires_grad:
+                self.loose[id(x)] = x
+        elif isinstance(x, nn.Module):
+            for module in x.modules():
+                self.modules[id(module)] = module
+                parameters = (p for p in module._parameters.values() if p is not None and p.requires_grad)
+                self.found.update((id(p), p) for p in parameters)
+            if getattr(x, "_is_replica", False):  # DataParallel's copies hold their parameters as plain attributes
+                self.look(tuple(p for m in x.modules() for p in vars(m).values() if isinstance(p, Tensor)), True)
+        elif isinstance(x, (tuple, list)):
+            for part in x:
+                self.look(part, deep and not isinstance(x, list))
+        elif isinstance(x, dict):
+            self.look(tuple(x.values()), deep)
+        elif isinstance(x, functools.partial):
+            self.look((x.func, x.args, x.keywords), deep)
+        elif isinstance(x, types.MethodType):
+            self.look(x.__self__, True)
+        elif isinstance(x, types.FunctionType):
+            for cell in x.__closure__ or ():
+                with contextlib.suppress(ValueError):  # a cell that is not filled yet
+                    self.look(cell.cell_contents, deep)
+            codes = [x.__code__]
+            for code in codes:  # grows: with the code of inner functions and comprehensions
+                codes += [inner for inner in code.co_consts if isinstance(inner, types.CodeType)]
+            used = [x.__globals__.get(name) for code in codes for name in code.co_names]
+            self.look(tuple(y for y in used if isinstance(y, (Tensor, nn.Module))), True)
+            for y in used:
+                self._look_for_loose(y)
+            self.look((x.__defaults__, x.__kwdefaults__), deep)
+        elif deep and hasattr(x, "__dict__") and not isinstance(x, (type, types.ModuleType)):
+            self.look(list(vars(x).values()), False)
+
+    def _look_for_loose(self, x: Any) -> None:
+        """Tensors without a gradient in a global container, such as buffers for torch.func.functional_call."""
+        if isinstance(x, (dict, list, tuple)) and len(x) <= MANY:
+            tensors = [y for y in (x.values() if isinstance(x, dict) else x) if isinstance(y, Tensor)]
+            self.loose.update((id(y), y) for y in tensors if not y.requires_grad)

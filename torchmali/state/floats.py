@@ -1,0 +1,96 @@
+"""The state as floats, moved in place."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from torchmali.state.base import Drift, Memento, State
+from torchmali.state.vectors import Tensors, add_, added, rows
+
+
+class Floats(State):
+    """Moves in place; the first one after `fork` is at the same time the copy."""
+
+    __slots__ = ("owns_point", "owns_slope", "point", "slope")
+
+    def __init__(self, point: Tensors, slope: Tensors = ()):
+        self.point, self.slope = point, slope
+        self.owns_point = self.owns_slope = False
+
+    @classmethod
+    def of(cls, z: Tensors) -> Floats:
+        return cls(z)
+
+    def with_slope(self, v: Tensors) -> Floats:
+        return Floats(self.point, v)
+
+    def fork(self) -> Floats:
+        return Floats(self.point, self.slope)
+
+    def drift(self, e: float) -> Floats:
+        if self.owns_point:
+            add_(self.point, self.slope, e)
+        else:
+            self.point, self.owns_point = added(self.point, self.slope, e), True
+        return self
+
+    def reflect(self, u: Tensors, eta: float) -> Floats:
+        if self.owns_slope:
+            torch._foreach_lerp_(self.slope, u, 2 * eta)
+        else:
+            self.slope, self.owns_slope = tuple(torch._foreach_lerp(self.slope, u, 2 * eta)), True
+        return self
+
+    @classmethod
+    def restore(cls, kept: Memento) -> Floats:
+        return cls(kept.tensors[: kept.form], kept.tensors[kept.form :])
+
+    def distance(self, truth: Floats, end: Floats, span: float, limits: tuple[float, float] = (0.0, 0.0)) -> Drift:
+        leaves = [i for i, z in enumerate(self.point) if z.numel()]
+        if not leaves:
+            return Drift(0.0, 0.0, 0.0, 0.0)
+        drift = _worst([self._drift(truth, i, span, limits) for i in leaves])
+        if not all(map(math.isfinite, drift)):  # perhaps of a component without a scale: 0 / 0, or more / 0
+            drift = _worst([self._drift(truth, i, span, limits, end) for i in leaves])
+        return Drift(*(math.inf if math.isnan(x) else x for x in drift))
+
+    def _drift(
+        self, truth: Floats, i: int, span: float, limits: tuple[float, float], end: Floats | None = None
+    ) -> Tensor:
+        """The four numbers of a Drift, for leaf i.
+
+        end: to give a scale to components that have none; without it they make nan or infinity.
+        """
+        size = rows(truth._size(i, span))
+        largest = size.amax(1, keepdim=True)
+        if end is not None:
+            other = rows(end._size(i, span)).amax(1, keepdim=True)
+            largest = torch.where(largest > 0, largest, torch.where(other > 0, other, 1.0))
+            size = torch.where(size > 0, size, largest)
+        off = rows(self._off(truth, i, span))
+        of_row = (off.amax(1, keepdim=True) / largest).amax()
+        relative = off.div_(size)
+        most, some = (~(relative <= limit) for limit in limits)  # nan counts
+        shares = most.sum(1).amax() / most.shape[1], some.sum() / some.numel()
+        return torch.stack([relative.amax(), *[share.to(of_row) for share in shares], of_row])
+
+    def _size(self, i: int, span: float) -> Tensor:
+        """The scale of each component of leaf i."""
+        size = self.point[i].abs()
+        return torch.maximum(size, self.slope[i].abs().mul_(span), out=size) if self.slope else size
+
+    def _off(self, truth: Floats, i: int, span: float) -> Tensor:
+        """By how much each component of leaf i is off."""
+        off = (self.point[i] - truth.point[i]).abs_()
+        if not self.slope:
+            return off
+        return torch.maximum(off, (self.slope[i] - truth.slope[i]).abs_().mul_(span), out=off)
+
+
+def _worst(x: Sequence[Tensor]) -> list[float]:
+    """The largest elements of vectors of the same length, in one host read."""
+    return (x[0] if len(x) == 1 else torch.stack([part.to(x[0]) for part in x]).amax(0)).tolist()

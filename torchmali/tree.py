@@ -1,0 +1,64 @@
+"""The structure of a nested tuple, list or dict of tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.utils._pytree as pytree
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Structure:
+    """The shape of a nested tuple, list or dict, without its leaves."""
+
+    spec: pytree.TreeSpec
+
+    @staticmethod
+    def of(tree: Any) -> Structure:
+        return LEAF if type(tree) is Tensor else Structure(pytree.tree_structure(tree))
+
+    def flatten(self, tree: Any) -> tuple:
+        """The leaves of a tree of this structure, dicts in this structure's order; else a ValueError.
+
+        A list may stand for a tuple and a tuple for a list.
+        """
+        try:
+            return tuple(self.spec.flatten_up_to(tree))
+        except ValueError:
+            wanted = self.rebuild("*" * self.spec.num_leaves)
+        try:
+            return tuple(_aligned(tree, wanted))
+        except ValueError:
+            raise ValueError(f"{sketch(tree)} instead of {sketch(wanted)}") from None
+
+    def rebuild(self, leaves: Sequence) -> Any:
+        return pytree.tree_unflatten(leaves, self.spec)
+
+    def __reduce__(self) -> tuple:
+        return Structure.of, (self.rebuild(range(self.spec.num_leaves)),)  # a spec warns when it is unpickled
+
+
+LEAF = Structure(pytree.tree_structure(None))
+
+
+def _aligned(tree: Any, wanted: Any) -> Iterator[Any]:
+    """The leaves of a tree in the order of another one."""
+    if isinstance(wanted, dict) and isinstance(tree, dict) and wanted.keys() == tree.keys():
+        pairs = [(tree[key], wanted[key]) for key in wanted]
+    elif isinstance(wanted, (tuple, list)) and isinstance(tree, (tuple, list)) and len(wanted) == len(tree):
+        pairs = list(zip(tree, wanted, strict=True))
+    elif wanted == "*" and not isinstance(tree, (dict, tuple, list)):
+        yield tree
+        return
+    else:
+        raise ValueError
+    for pair in pairs:
+        yield from _aligned(*pair)
+
+
+def sketch(tree: Any) -> str:
+    """A tree as text, with stars for leaves: {'a': (*, *), 'b': *}."""
+    return repr(pytree.tree_map(lambda _: "*", tree)).replace("'*'", "*")

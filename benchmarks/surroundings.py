@@ -21,7 +21,7 @@ import torchmali.field.evaluate as evaluate
 from benchmarks.gradients import one_gradient, ours, say
 from benchmarks.harness import finish, options_of, paired_ratio, time_side_by_side
 from benchmarks.workloads import W1, W2, Workload
-from torchmali.field.environment import Surroundings
+from torchmali.field.environment import Environment
 
 TIME_LIMIT = 1.03  # with care against without: nothing, as far as this can be measured
 
@@ -65,11 +65,11 @@ class NoSurroundings:
 
 def with_class(kind: Any, run: Callable[[], Any]) -> Callable[[], Any]:
     def patched() -> Any:
-        evaluate.Surroundings = kind
+        evaluate.Environment = kind
         try:
             return run()
         finally:
-            evaluate.Surroundings = Surroundings
+            evaluate.Environment = Environment
 
     return patched
 
@@ -77,7 +77,7 @@ def with_class(kind: Any, run: Callable[[], Any]) -> Callable[[], Any]:
 def measure(workload: Workload, n_steps: int, rounds: int) -> dict[str, Any]:
     f, y0 = workload.make()
     run = one_gradient(f, y0, ours(f, n_steps, tm.MALI()))
-    runs = {"care": with_class(Surroundings, run), "none": with_class(NoSurroundings, run)}
+    runs = {"care": with_class(Environment, run), "none": with_class(NoSurroundings, run)}
     seconds = time_side_by_side(runs, rounds, workload.name)
     return {
         "n_steps": n_steps,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torchmali.controllers import AdaptiveStep, Pace, Start, _AdaptivePace
+from torchmali.controllers import AdaptiveStep, ControllerState, Start, _AdaptiveState
 from torchmali.solvers.base import Attempt
 from torchmali.state.vectors import Time
 
@@ -13,11 +13,11 @@ from torchmali.state.vectors import Time
 class UnguardedLastStep(AdaptiveStep):
     """What is left when a step would pass the end is done in one step whose error nobody looks at."""
 
-    def pace(self, start: Start) -> Pace:
+    def begin(self, start: Start) -> ControllerState:
         return _UnguardedPace(self, start)
 
 
-class _UnguardedPace(_AdaptivePace):
+class _UnguardedPace(_AdaptiveState):
     def next(self, t: Time, target: Time) -> Time:
         return target if abs(target - t) <= abs(self.h) else t + self.h
 

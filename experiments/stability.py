@@ -455,7 +455,7 @@ def replayed_gradient(problem: Problem, solver: tm.Solver, tape: Tape) -> Tensor
     f, state = problem._replace(theta=tuple(inputs[1:])).slope, Traced.of((inputs[0],))
     for event in tape.events:
         if isinstance(event, Refresh):
-            state = solver.renew(f, event.t, state, None)
+            state = solver.refresh_slope(f, event.t, state, None)
         elif isinstance(event, Step):
             state = solver.step(f, event.t0, event.t1, state, None, adaptive=False).state
     return torch.cat([g.flatten() for g in torch.autograd.grad((state.point[0] ** 2).sum(), inputs)])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import torchmali as tm
-from torchmali.controllers import Pace, Start
+from torchmali.controllers import ControllerState, Start
 from torchmali.integrate import integrate
 from torchmali.tape import Step
 from torchmali.tree import Structure
@@ -27,19 +27,19 @@ class SameGrid(tm.StepController):
     def check(self, solver: tm.Solver) -> None:
         pass
 
-    def lands(self, solver: tm.Solver) -> bool:
+    def ends_on_outputs(self, solver: tm.Solver) -> bool:
         return self.lands_on_outputs
 
     def bind(self, structure: Structure) -> SameGrid:
         return self
 
-    def pace(self, start: Start) -> Pace:
-        pace = _SamePace(list(self.boundaries))
-        pace.controlled = range(len(start.state.point))
-        return pace
+    def begin(self, start: Start) -> ControllerState:
+        state = _SameGridState(list(self.boundaries))
+        state.controlled = range(len(start.state.point))
+        return state
 
 
-class _SamePace(Pace):
+class _SameGridState(ControllerState):
     def __init__(self, boundaries: list[float]):
         self.boundaries, self.target = boundaries, None
 
@@ -64,7 +64,7 @@ def recorded_grid(func, y0, times: list[float], solver: tm.Solver, controller: t
     controller = controller.bind(structure)
     _, tape = integrate(f, z0, times, solver, controller, lambda k, z: None, tm.Stats())
     boundaries = tuple(event.t1 for event in tape.events if isinstance(event, Step))
-    return SameGrid(boundaries, controller.lands(solver))
+    return SameGrid(boundaries, controller.ends_on_outputs(solver))
 
 
 class Field(nn.Module):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import torchmali as tm
 from torchmali.nn import CNF, ExactTrace, Hutchinson, gaussian, rademacher
-from torchmali.state.fixed_point import Grid
+from torchmali.state.fixed_point import FixedPoint
 
 TIGHT: Any = {"solver": tm.ALF(order=6), "controller": tm.AdaptiveStep(1e-10, 1e-11)}
 
@@ -169,7 +169,7 @@ def test_the_way_back_from_a_code_is_exact(gradient, trace):
     found = model(x, return_code=True)
     assert found.code is not None
     back = model.inverse(pickle.loads(pickle.dumps(found.code)))
-    assert torch.equal(back, Grid.of((x,), wide=gradient != tm.MALI(exact=True)).point[0])
+    assert torch.equal(back, FixedPoint.of((x,), wide=gradient != tm.MALI(exact=True)).point[0])
     assert (back - x).abs().max() <= 2.0**-26 * x.abs().max()
     plain = model(x, noise=found.code.args[0])
     torch.testing.assert_close((found.z, found.log_det), (plain.z, plain.log_det))
@@ -182,7 +182,7 @@ def test_another_process_that_never_saw_x_finds_it_from_the_code(tmp_path):
     source.write_bytes(pickle.dumps((model, model(x, return_code=True).code)))
     script = Path(__file__).with_name("flow.py")
     subprocess.run([sys.executable, str(script), str(source), str(target)], check=True)
-    assert torch.equal(pickle.loads(target.read_bytes()), Grid.of((x,)).point[0])
+    assert torch.equal(pickle.loads(target.read_bytes()), FixedPoint.of((x,)).point[0])
 
 
 def test_the_forward_pass_builds_no_graph_of_the_trace(monkeypatch):

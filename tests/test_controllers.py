@@ -441,7 +441,7 @@ class Scripted(Solver):
     def slope(self, state, carry):
         return tuple(torch.zeros_like(z) for z in state.point)
 
-    def step(self, f, t0, t1, state, carry, adaptive, watched=False):
+    def step(self, f, t0, t1, state, carry, adaptive, with_residuals=False):
         self.attempts.append((t0, t1))
         error = float(self.errors.pop(0)) if self.errors else 0.01
         move = self.moves.pop(0) if self.moves else 0.0

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 import torchmali as tm
 from torchmali.field.evaluate import Field
 from torchmali.measure import peak_bytes
-from torchmali.state.base import Memento
-from torchmali.state.fixed_point import Grid, GridArithmetic
+from torchmali.state.base import Snapshot
+from torchmali.state.fixed_point import FixedPoint, FixedPointArithmetic
 from torchmali.tape import Rescale
 from torchmali.tree import Structure
 
@@ -43,7 +43,7 @@ class Solved(NamedTuple):
     """A finished forward pass, with the state it began from for comparison."""
 
     name: str
-    start: Memento
+    start: Snapshot
     code: tm.Code
     stats: tm.Stats
 
@@ -55,12 +55,12 @@ def solved(name: str, solver: tm.ALF, controller: tm.StepController, wide: bool 
     how: Any = {"solver": solver, "controller": controller, "gradient": exact}
     solution = tm.solve(ode.f, y0, [*ode.span], **how, return_code=True)
     field = Field(ode.f, (y0,), Structure.of(y0), (), [])
-    arithmetic = GridArithmetic(wide, ode.span[1] - ode.span[0])
+    arithmetic = FixedPointArithmetic(wide, ode.span[1] - ode.span[0])
     start, _ = solver.start(field.as_in_backward, ode.span[0], (y0,), arithmetic)
     again = start.begins_again()
     if again is not None:
         start, _ = solver.start(field.as_in_backward, ode.span[0], (y0,), again)
-    return Solved(name, start.put_away(), solution.code, solution.stats)
+    return Solved(name, start.snapshot(), solution.code, solution.stats)
 
 
 def in_steps(name: str, n: int) -> tm.FixedStep:
@@ -79,7 +79,7 @@ def case_id(value: Any) -> str | None:
     return type(value).__name__ if isinstance(value, tm.StepController) else None
 
 
-def assert_same_bits(found: Memento, truth: Memento) -> None:
+def assert_same_bits(found: Snapshot, truth: Snapshot) -> None:
     assert found.form == truth.form  # exponents
     assert len(found.tensors) == len(truth.tensors) > 0
     for x, y in zip(found.tensors, truth.tensors, strict=True):
@@ -88,7 +88,7 @@ def assert_same_bits(found: Memento, truth: Memento) -> None:
 
 
 def assert_rebuilt(case: Solved) -> None:
-    assert_same_bits(case.code.unwind(ODES[case.name].f).put_away(), case.start)
+    assert_same_bits(case.code.unwind(ODES[case.name].f).snapshot(), case.start)
 
 
 @pytest.mark.parametrize(("name", "order", "controller"), CASES, ids=case_id)
@@ -152,7 +152,7 @@ def test_what_is_kept_until_the_backward_pass_has_the_bytes_of_float32():
         # and a byte for each element of z and v where they are of several scales
         assert sum(x.nbytes for x in case.code.end.tensors) - z_and_v in (0, 2 * y0.numel())
         # Beside it v at each refresh, and three bytes at most for each element of z and v at each rescale.
-        extra = sum(x.nbytes for memento in case.code.kept for x in memento.tensors)
+        extra = sum(x.nbytes for snapshot in case.code.kept for x in snapshot.tensors)
         assert extra <= z_and_v / 2 * case.stats.n_refreshes + 3 * z_and_v / 4 * case.stats.n_rescales
 
 
@@ -173,7 +173,7 @@ def test_solve_back_gives_the_rounded_start_with_its_structure_and_arguments(req
     assert solution.y["a"].requires_grad == requires_grad
     found = tm.solve_back(func, pickle.loads(pickle.dumps(solution.code)))
     for x, leaf in ((found["a"], a), (found["b"][0], y0["b"][0])):
-        assert torch.equal(x, Grid.of((leaf.detach(),)).point[0])
+        assert torch.equal(x, FixedPoint.of((leaf.detach(),)).point[0])
         assert (x - leaf).abs().max() <= 2.0**-26 * leaf.abs().max()
     if requires_grad:
         plain = encoded(func, y0, args=(w,))
@@ -193,9 +193,9 @@ def test_the_way_back_leaves_no_trace_and_codes_hold_no_checkpoints():
     y0 = torch.randn(4, 3)
     code = encoded(lambda t, y: net(y), y0, gradient=tm.MALI(exact=True, checkpoint_every=1)).code
     before = [x.clone() for x in net.buffers()]
-    assert torch.equal(tm.solve_back(lambda t, y: net(y), code), Grid.of((y0,)).point[0])
+    assert torch.equal(tm.solve_back(lambda t, y: net(y), code), FixedPoint.of((y0,)).point[0])
     assert all(map(torch.equal, before, net.buffers()))
-    assert sum(x.nbytes for memento in code.kept for x in memento.tensors) < 10 * y0.nbytes  # with them: 20
+    assert sum(x.nbytes for snapshot in code.kept for x in snapshot.tensors) < 10 * y0.nbytes  # with them: 20
     assert repr(code).startswith("Code(") and repr(code).endswith(" bytes, 10 steps of ALF())")
 
 

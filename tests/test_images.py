@@ -190,7 +190,7 @@ def test_every_batch_is_shared_evenly():
 @pytest.mark.parametrize("method", ["naive", "adjoint", "aca", "mali"])
 def test_synchronised_norms_get_methods_that_evaluate_f_equally_often(method):
     way = images.how(images.ImagesConfig(norm="sync", h=0.25, method=method))
-    assert way.gradient.unsteady(way.solver, way.controller) == []
+    assert way.gradient.data_dependent_parts(way.solver, way.controller) == []
 
 
 @pytest.mark.parametrize("changes", [{"method": "exact", "h": 0.25}, {"method": "mali"}])

@@ -59,7 +59,7 @@ class Start(NamedTuple):
     through_search: bool  # keep the choice of h in the graph
 
 
-class Pace(ABC):
+class ControllerState(ABC):
     """A controller at work in one solve."""
 
     n_rejected = 0
@@ -90,7 +90,7 @@ class StepController(ABC):
             )
 
     @abstractmethod
-    def lands(self, solver: Solver) -> bool:
+    def ends_on_outputs(self, solver: Solver) -> bool:
         """Whether steps end on every output time, or only on the last one (and interpolate)."""
 
     def count(self, times: list[float]) -> int | None:
@@ -102,7 +102,7 @@ class StepController(ABC):
         return self
 
     @abstractmethod
-    def pace(self, start: Start) -> Pace: ...
+    def begin(self, start: Start) -> ControllerState: ...
 
 
 @dataclass(frozen=True)
@@ -120,21 +120,21 @@ class FixedStep(StepController):
         if not positive:
             raise InvalidOptionError(f"FixedStep(h={self.h!r}): the step must be a positive number (t gives the sign).")
 
-    def lands(self, solver: Solver) -> bool:
+    def ends_on_outputs(self, solver: Solver) -> bool:
         return True
 
     def count(self, times: list[float]) -> int:
         return sum(_n_steps(abs(b - a), self.h) for a, b in pairwise(times))
 
-    def pace(self, start: Start) -> Pace:
-        return _FixedPace(self.h, range(len(start.state.point)))
+    def begin(self, start: Start) -> ControllerState:
+        return _FixedState(self.h, range(len(start.state.point)))
 
 
 def _n_steps(span: float, size: float) -> int:
     return max(1, math.ceil(span / size - 1e-3))  # output times are often float32
 
 
-class _FixedPace(Pace):
+class _FixedState(ControllerState):
     def __init__(self, size: float, leaves: Sequence[int]):
         self.size, self.controlled = size, leaves
         self.target: Time | None = None
@@ -202,7 +202,7 @@ class AdaptiveStep(StepController):
         if self.max_steps < 1:
             raise InvalidOptionError(f"{me}(max_steps={self.max_steps}): need at least one step.")
 
-    def lands(self, solver: Solver) -> bool:
+    def ends_on_outputs(self, solver: Solver) -> bool:
         return self.land or not solver.interpolates
 
     def bind(self, structure: Structure) -> AdaptiveStep:
@@ -224,8 +224,8 @@ class AdaptiveStep(StepController):
                 f"AdaptiveStep({name}=...) must be a number or have one number for each leaf of y0; found {mismatch}."
             ) from None
 
-    def pace(self, start: Start) -> Pace:
-        return _AdaptivePace(self, start)
+    def begin(self, start: Start) -> ControllerState:
+        return _AdaptiveState(self, start)
 
 
 def _smallest_step(t: float, span: float) -> float:
@@ -233,7 +233,7 @@ def _smallest_step(t: float, span: float) -> float:
     return 10 * math.ulp(max(abs(t), 1e-10 * abs(span)))
 
 
-class _AdaptivePace(Pace):
+class _AdaptiveState(ControllerState):
     def __init__(self, controller: AdaptiveStep, start: Start):
         assert start.solver.error_order is not None
         self.controller, self.q = controller, start.solver.error_order

@@ -9,23 +9,23 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from torchmali.controllers import Pace, Start, StepController
+from torchmali.controllers import ControllerState, Start, StepController
 from torchmali.errors import NonFiniteError, warn
-from torchmali.refresh import Look, Watch
+from torchmali.refresh import RefreshDetector, RefreshPlan
 from torchmali.solution import Stats
 from torchmali.solvers.base import Attempt, Slope, Solver
-from torchmali.state.base import FITS, State
+from torchmali.state.base import IN_RANGE, State
 from torchmali.state.floats import Floats
 from torchmali.state.vectors import Tensors, Time, first_non_finite, number
 from torchmali.tape import Output, Refresh, Rescale, Step, Tape
 
 Emit = Callable[[int, Tensors], None]
-C = TypeVar("C", Pace, Watch)
-MOST_REFITS = 4  # of one step
+C = TypeVar("C", ControllerState, RefreshDetector)
+MAX_REGRIDS = 4  # of one step
 LOOK_THERE = "Look at f there, use smaller steps, or an adaptive controller."
 
 
-class Effects:
+class SideEffects:
     """What a solve leaves behind beside its result, to be undone. Here: nothing."""
 
     eps = 0.0  # the precision in which f computes, where that is coarser than the state's
@@ -50,7 +50,7 @@ def integrate(
     tape: Tape | None = None,
     through_search: bool = False,
     locate: bool = False,
-    effects: Effects = Effects(),  # noqa: B008
+    effects: SideEffects = SideEffects(),  # noqa: B008
     warns: bool = True,
 ) -> tuple[State, Tape]:
     """Solve from times[0] to times[-1]; returns the end state and the tape (the given one, filled).
@@ -89,8 +89,8 @@ class _Savepoint(NamedTuple):
     carry: Tensors | None
     tape: Any
     effects: Any
-    pace: Pace
-    watch: Watch
+    control: ControllerState
+    detector: RefreshDetector
     range: Any
 
 
@@ -110,8 +110,8 @@ class _Loop:
 
     state: State
     carry: Tensors | None
-    pace: Pace
-    watch: Watch
+    control: ControllerState
+    detector: RefreshDetector
     range: Any  # what watches over the range of bounded numbers; None: nobody
     saved: _Savepoint
 
@@ -124,14 +124,14 @@ class _Loop:
         emit: Emit,
         tape: Tape,
         locate: bool,
-        effects: Effects,
+        effects: SideEffects,
     ):
         self.f, self.times, self.solver, self.controller, self.emit = f, times, solver, controller, emit
         self.tape, self.locate, self.effects, self.t = tape, locate, effects, times[0]
-        self.adaptive, self.lands = controller.adaptive, controller.lands(solver)
-        self.k = 1 if self.lands else len(times) - 1  # the output on which steps land next
+        self.adaptive, self.ends_on_outputs = controller.adaptive, controller.ends_on_outputs(solver)
+        self.k = 1 if self.ends_on_outputs else len(times) - 1  # the output on which steps land next
         self.waiting = 1  # the first output not yet handed out
-        self.n_refits = 0  # of the grid, for the sake of the step at hand
+        self.n_regrids = 0  # of the grid, for the sake of the step at hand
         self.alternated = False  # a short solve, when it was too late
 
     def begin(self, z0: Tensors, arithmetic: Any, through_search: bool) -> None:
@@ -148,9 +148,11 @@ class _Loop:
         self.tape.events.append(Output(0, None))
         self.state, self.carry, self.range = state, carry, state.range()
         self.saves = self.adaptive or self.range is not None
-        self.pace = self.controller.pace(Start(f, solver, t, self.times[-1], state, carry, through_search))
+        self.control = self.controller.begin(Start(f, solver, t, self.times[-1], state, carry, through_search))
         n_steps = self.controller.count([number(x) for x in self.times])
-        self.watch = Watch(solver.renewal, solver.n_reflects, self.adaptive, self.pace.controlled, n_steps)
+        self.detector = RefreshDetector(
+            solver.refresh_policy, solver.n_reflects, self.adaptive, self.control.controlled, n_steps
+        )
         effects.back_to(before)
         self.emit(0, z0)
         if self.locate:
@@ -159,9 +161,9 @@ class _Loop:
 
     def attempt(self) -> None:
         t, target = self.t, self.times[self.k]
-        t1, look = self.pace.next(t, target), self.watch.plan()
+        t1, look = self.control.next(t, target), self.detector.plan()
         try:
-            attempt = self.solver.step(self.f, t, t1, self.state, self.carry, self.adaptive, look.brings)
+            attempt = self.solver.step(self.f, t, t1, self.state, self.carry, self.adaptive, look.collects)
         except Exception:  # perhaps of an f that saw numbers which had wrapped round
             if not self._repeats(t, t1):
                 raise
@@ -184,55 +186,55 @@ class _Loop:
         if self.range is None:
             return False
         unread = self.range.n_steps
-        are_right = not unread or self.range.judge(self.state, _read([self.range.signs(self.state)])).misfit is None
-        if are_right and self.range.has_room(self.state, lambda state: self._step(t, t1, state)):
+        are_right = not unread or self.range.judge(self.state, _read([self.range.signs(self.state)])).overflow is None
+        if are_right and self.range.holds(self.state, lambda state: self._step(t, t1, state)):
             return False
         if unread:
             self._take_back()
             return True
-        return self._refit(t, t1, None)
+        return self._regrid(t, t1, None)
 
     def _step(self, t: Time, t1: Time, state: State) -> Attempt:
         """A step that is not an attempt."""
         return self.solver.step(self.f, t, t1, state, None, adaptive=False)
 
-    def _judge(self, t: Time, t1: Time, attempt: Attempt, look: Look) -> _Verdict | None:
+    def _judge(self, t: Time, t1: Time, attempt: Attempt, look: RefreshPlan) -> _Verdict | None:
         """What to make of an attempt; None: it does not count, and the loop is where it was before."""
         is_last = t1 is self.times[-1]
         if self.range is not None:
             self.range.add(attempt.state)
-        is_due = self.range is not None and (self.range.is_due or is_last or look.renews)
+        is_due = self.range is not None and (self.range.is_due or is_last or look.refreshes)
         if not (self.adaptive or look.decides or is_due):
             return ACCEPTED
-        ratio = self.pace.measure(self.state, attempt) if self.adaptive else None
+        ratio = self.control.measure(self.state, attempt) if self.adaptive else None
         signs = [] if ratio is None else [ratio]
         if self.range is not None:
             signs.append(self.range.signs(attempt.state))
         if look.decides:
             h, eps = number(t1 - t), self.effects.eps
-            signs.append(self.watch.alternation(attempt.evidence, self.state.point, h, eps))
+            signs.append(self.detector.alternation(attempt.residuals, self.state.point, h, eps))
         values = _read(signs)
-        fit, error = FITS, values[0]
+        in_range, error = IN_RANGE, values[0]
         if self.range is not None:
-            fit = self.range.judge(attempt.state, values[self.adaptive : len(values) - look.decides])
-        if self.range is not None and fit.misfit is not None:
+            in_range = self.range.judge(attempt.state, values[self.adaptive : len(values) - look.decides])
+        if self.range is not None and in_range.overflow is not None:
             if self.range.n_steps > 1:
                 self._take_back()
                 return None
-            if self._refit(t, t1, fit.misfit):
+            if self._regrid(t, t1, in_range.overflow):
                 return None
             error = math.nan  # rejected, where a controller can reject it
             what = "Values that are not finite, or outgrow the integer grid within one step,"
             if not self.adaptive:
                 raise NonFiniteError(f"{what} {_at(t, t1)}. {LOOK_THERE}")
-        if ratio is not None and not self.pace.accepts(t, t1, attempt, ratio, error):
+        if ratio is not None and not self.control.accepts(t, t1, attempt, ratio, error):
             self._reject(attempt)
             return None
-        return _Verdict(fit.changes, look.decides and not values[-1] >= 0, self.range is not None)
+        return _Verdict(in_range.changes, look.decides and not values[-1] >= 0, self.range is not None)
 
     def _reject(self, attempt: Attempt) -> None:
         # The bits that fell off for the sake of a step too long are still wanted.
-        self.state, self.n_refits = self.saved.state, 0
+        self.state, self.n_regrids = self.saved.state, 0
         self.tape.back_to(self.saved.tape)
         self.effects.back_to(self.saved.effects)
         if attempt.stages:
@@ -240,21 +242,21 @@ class _Loop:
         if self.range is not None:
             self.range.mark = self.saved.range
             # A repetition on another grid must not forget that h was too long.
-            self.saved = self.saved._replace(pace=_copy(self.pace), carry=self.carry)
+            self.saved = self.saved._replace(control=_copy(self.control), carry=self.carry)
 
-    def _refit(self, t: Time, t1: Time, misfit: Any) -> bool:
+    def _regrid(self, t: Time, t1: Time, overflow: Any) -> bool:
         """Put the state on a grid on which the step from t to t1 fits, to repeat it there; false: there is none."""
         self._go_back()
-        self.n_refits += 1
-        if self.n_refits > MOST_REFITS:
+        self.n_regrids += 1
+        if self.n_regrids > MAX_REGRIDS:
             return False
-        margin = self.n_refits - 1
-        fitted = self.range.refitted(self.state, misfit, margin, lambda state: self._step(t, t1, state))
+        margin = self.n_regrids - 1
+        regridded = self.range.regridded_for(self.state, overflow, margin, lambda state: self._step(t, t1, state))
         self.effects.back_to(self.saved.effects)
-        if fitted is None:
+        if regridded is None:
             return False
-        self.state = fitted.grid
-        for change, lost in fitted.undo:
+        self.state = regridded.grid
+        for change, lost in regridded.undo:
             self.tape.events.append(Rescale(change, self.tape.keep(lost) if self.tape.rewinds else None))
         return True
 
@@ -262,60 +264,60 @@ class _Loop:
         """Back to the last step that was looked at. The next ones are looked at one by one."""
         self._go_back()
         self.range.go_singly()
-        self.n_refits = 0
+        self.n_regrids = 0
 
     def _go_back(self) -> None:
         saved = self.saved
         self.t, self.k, self.waiting, self.state, self.carry = saved[:5]
         self.tape.back_to(saved.tape)
         self.effects.back_to(saved.effects)
-        self.pace, self.watch = _copy(saved.pace), _copy(saved.watch)
+        self.control, self.detector = _copy(saved.control), _copy(saved.detector)
         self.range.mark = saved.range
 
     def _save(self) -> None:
         """To come back to, where steps are rejected or taken back."""
         if not self.saves:
             return
-        pace, watch = (_copy(self.pace), _copy(self.watch)) if self.range else (self.pace, self.watch)
+        control, detector = (_copy(self.control), _copy(self.detector)) if self.range else (self.control, self.detector)
         marks = self.tape.mark(), self.effects.mark()
         begun = None if self.range is None else self.range.mark
-        self.saved = _Savepoint(self.t, self.k, self.waiting, self.state, self.carry, *marks, pace, watch, begun)
+        self.saved = _Savepoint(self.t, self.k, self.waiting, self.state, self.carry, *marks, control, detector, begun)
 
-    def _commit(self, t: Time, t1: Time, attempt: Attempt, look: Look, verdict: _Verdict) -> None:
+    def _commit(self, t: Time, t1: Time, attempt: Attempt, look: RefreshPlan, verdict: _Verdict) -> None:
         target, is_last = self.times[self.k], t1 is self.times[-1]
-        segment = self.k - 1 if self.lands else 0  # the output from which the steps at hand began
+        segment = self.k - 1 if self.ends_on_outputs else 0  # the output from which the steps at hand began
         k1 = self.k if t1 is target else segment
         before, self.carry = self.state, attempt.carry
         self.tape.step(t, t1, segment, k1, before)
-        if not self.lands:
+        if not self.ends_on_outputs:
             self._interpolate(t, t1, before, attempt)
         if self.locate:
             _raise_if_non_finite(attempt.state, _at(t, t1))
-        self.state, self.t, self.n_refits = attempt.state, t1, 0
+        self.state, self.t, self.n_regrids = attempt.state, t1, 0
         for change in verdict.changes:
             self.state = self._rescaled(self.state, change)
         if verdict.knows_range:
             self.range.accept(self.state, bool(verdict.changes))
-        self.watch.after_step(attempt.evidence)
+        self.detector.after_step(attempt.residuals)
         # The only look there was came with the last step: too late for a renewal.
-        self.alternated = is_last and verdict.alternates and self.watch.n_looks == 1 and not self.adaptive
-        if (look.renews or verdict.alternates) and not is_last:
+        self.alternated = is_last and verdict.alternates and self.detector.n_looks == 1 and not self.adaptive
+        if (look.refreshes or verdict.alternates) and not is_last:
             # Where the grid moved, z is another one: the backward pass will evaluate f at that.
-            self._renew(k1, None if verdict.changes else self.carry)
+            self._refresh(k1, None if verdict.changes else self.carry)
         if t1 is target:
             self._land()
         if self.saves and (self.range is None or not self.range.n_steps):
             self._save()
 
-    def _renew(self, k1: int, slope: Tensors | None) -> None:
+    def _refresh(self, k1: int, slope: Tensors | None) -> None:
         """v <- f(t, z); slope: f(t, z), where it is known."""
         before = self.effects.mark()
-        old = self.tape.keep(self.state.put_away_before_refresh()) if self.tape.rewinds else None
+        old = self.tape.keep(self.state.snapshot_before_refresh()) if self.tape.rewinds else None
         self.tape.events.append(Refresh(self.t, k1, old))
-        self.state = self.solver.renew(self.f, self.t, self.state, slope)
-        self.watch.after_renewal()
+        self.state = self.solver.refresh_slope(self.f, self.t, self.state, slope)
+        self.detector.after_refresh()
         if self.range is not None:
-            self.range.renew(self.state)
+            self.range.refresh_slope(self.state)
         self.effects.back_to(before)
 
     def _interpolate(self, t: Time, t1: Time, before: State, attempt: Attempt) -> None:
@@ -341,7 +343,8 @@ class _Loop:
 
     def count(self, stats: Stats) -> None:
         tape = self.tape
-        stats.n_steps, stats.n_rejected, stats.n_checkpoints = tape.n_steps, self.pace.n_rejected, len(tape.checkpoints)
+        stats.n_steps, stats.n_rejected = tape.n_steps, self.control.n_rejected
+        stats.n_checkpoints = len(tape.checkpoints)
         n_refreshes = sum(isinstance(event, Refresh) for event in tape.events)
         stats.n_refreshes = n_refreshes - bool(self.state.slope)  # without the start
         stats.n_rescales = sum(isinstance(event, Rescale) for event in tape.events)

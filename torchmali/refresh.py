@@ -24,21 +24,21 @@ from torchmali.state.vectors import Tensors, rows
 PERIOD = 8  # with fixed steps, w is looked at (and the host read) no more often than once in so many reflects
 N_VALUES = 3  # of f - v in a row
 MAGNIFIED = 2.0**40  # as squares of small float32 numbers are zero
-Evidence = Sequence[Sequence[Tensor]]
+Residuals = Sequence[Sequence[Tensor]]
 
 
-class Look(NamedTuple):
+class RefreshPlan(NamedTuple):
     """What the next step is wanted for."""
 
-    brings: bool  # evidence,
+    collects: bool  # evidence,
     decides: bool  # to be judged
-    renews: bool  # v is renewed after it whatever the evidence says
+    refreshes: bool  # v is renewed after it whatever the evidence says
 
 
-NOTHING, RENEWS = Look(False, False, False), Look(False, False, True)
+NO_REFRESH, REFRESHES = RefreshPlan(False, False, False), RefreshPlan(False, False, True)
 
 
-class Watch:
+class RefreshDetector:
     """The policy ALF(refresh=...) at work in one solve.
 
     n_steps: that the solve will take, where it is known. A solve that ends before the first look is due is looked at in
@@ -58,20 +58,20 @@ class Watch:
         self.n_looks = 0  # that had enough values to judge
         self.values: list[Sequence[Tensor]] = []
 
-    def plan(self) -> Look:
-        renews = self.every is not None and (self.n_steps + 1) % self.every == 0
+    def plan(self) -> RefreshPlan:
+        refreshes = self.every is not None and (self.n_steps + 1) % self.every == 0
         if not self.period:
-            return RENEWS if renews else NOTHING
+            return REFRESHES if refreshes else NO_REFRESH
         before_first = self.n_steps < self.first
         left = self.first - 1 - self.n_steps if before_first else self.period - 1 - self.n_steps % self.period
-        return Look(True, left == 0, renews) if left < N_VALUES else NOTHING
+        return RefreshPlan(True, left == 0, refreshes) if left < N_VALUES else NO_REFRESH
 
-    def alternation(self, evidence: Evidence, z: Tensors, h: float, eps: float) -> Tensor:
+    def alternation(self, residuals: Residuals, z: Tensors, h: float, eps: float) -> Tensor:
         """Not positive or zero if f - v alternates in some row (nan: too large to tell). A 0-d tensor.
 
         eps: the precision in which f was computed, where that is coarser than z's.
         """
-        values = [*self.values, *evidence][-N_VALUES:]
+        values = [*self.values, *residuals][-N_VALUES:]
         leaves = [i for i in self.leaves if z[i].numel()]
         if len(values) < N_VALUES or not leaves:
             return z[0].new_ones(())
@@ -82,13 +82,13 @@ class Watch:
         widest = max((x.dtype for x in found), key=lambda dtype: dtype.itemsize)
         return found[0] if len(found) == 1 else torch.stack([x.to(z[0].device, widest) for x in found]).amin()
 
-    def after_step(self, evidence: Evidence) -> None:
+    def after_step(self, residuals: Residuals) -> None:
         """Take note of an accepted step."""
         self.n_steps += 1
-        if evidence:
-            self.values = [*self.values, *evidence][1 - N_VALUES :]
+        if residuals:
+            self.values = [*self.values, *residuals][1 - N_VALUES :]
 
-    def after_renewal(self) -> None:
+    def after_refresh(self) -> None:
         self.values = []
 
 

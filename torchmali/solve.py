@@ -27,8 +27,8 @@ from torchmali.field.randomness import Source
 from torchmali.gradients.base import GradientMethod, Problem, has_tangent
 from torchmali.gradients.mali import MALI
 from torchmali.gradients.naive import Naive
-from torchmali.outputs.observed import Observed, Observer
-from torchmali.outputs.stored import Kept
+from torchmali.outputs.observed import ObservedOutputs, Observer
+from torchmali.outputs.stored import StoredOutputs
 from torchmali.solution import Solution, Stats
 from torchmali.solvers.base import Solver
 from torchmali.solvers.leapfrog import ALF
@@ -116,12 +116,13 @@ def solve(
         raise InvalidOptionError(f"args must be a tuple of further arguments of f, as in args=(x,); got a {got}.")
     field = Field(func, z0, structure, args, params, buffers, source)
     observer = None if observe is None else Observer(observe, z0, structure, source)
-    waits = field.surroundings.synchronises or (observer is not None and observer.surroundings.synchronises)
-    unsteady = gradient.unsteady(solver, controller) if waits else []
-    if unsteady:
+    waits = field.environment.synchronises or (observer is not None and observer.environment.synchronises)
+    data_dependent = gradient.data_dependent_parts(solver, controller) if waits else []
+    if data_dependent:
         raise IncompatibleError(
             "A SyncBatchNorm makes each evaluation wait for the same one in all processes, but with "
-            f"{', with '.join(unsteady)} their number depends on the data of each process: they would wait forever."
+            f"{', with '.join(data_dependent)} their number depends on the data of each process: they would wait "
+            "forever."
         )
     for function in (field, observer):
         if function is not None:
@@ -131,11 +132,11 @@ def solve(
                     "f has parameters without a shape yet, of a lazy module: call f once, with y0, before the first "
                     "solve."
                 )
-    outlet = Kept(len(times)) if observer is None else Observed(observer, len(times))
+    outputs = StoredOutputs(len(times)) if observer is None else ObservedOutputs(observer, len(times))
     wants_t = t_out.requires_grad or has_tangent(t_out)
-    problem = Problem(field, z0, times, t_out if wants_t else None, solver, controller, outlet, Stats(), return_code)
+    problem = Problem(field, z0, times, t_out if wants_t else None, solver, controller, outputs, Stats(), return_code)
     results = gradient.solve(problem)
-    y = structure.rebuild(outlet.states(results))
+    y = structure.rebuild(outputs.states(results))
     code = Code.of(*problem.record, solver, structure, args) if problem.record else None
     return Solution(t_out, y, problem.stats, None if observe is None else results[0], code)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
-from torchmali.state.base import Memento, State
+from torchmali.state.base import Snapshot, State
 from torchmali.state.vectors import Time
 
 
@@ -62,23 +62,23 @@ class Tape:
     at_most: int | None = None
     rewinds: bool = False
     events: list[Event] = field(default_factory=list)
-    kept: list[Memento] = field(default_factory=list)
+    kept: list[Snapshot] = field(default_factory=list)
     n_steps: int = 0
     checkpoints: list[int] = field(default_factory=list)  # positions of steps whose state is kept
 
     def step(self, t0: Any, t1: Any, k0: int, k1: int, before: State) -> None:
         kept = None
         if self.keep_every is not None and self.n_steps % self.keep_every == 0:
-            kept = self.keep(before.put_away())
+            kept = self.keep(before.snapshot())
             self.checkpoints.append(len(self.events))
         self.events.append(Step(t0, t1, k0, k1, kept))
         self.n_steps += 1
         if self.at_most is not None and len(self.checkpoints) > self.at_most:
             self._thin_out()
 
-    def keep(self, memento: Memento) -> int:
+    def keep(self, snapshot: Snapshot) -> int:
         """Keep a state's tensors and return where they are."""
-        self.kept.append(memento)
+        self.kept.append(snapshot)
         return len(self.kept) - 1
 
     def mark(self) -> tuple[int, int, int]:
@@ -95,7 +95,7 @@ class Tape:
         for position in self.checkpoints[1::2]:
             step = self.events[position]
             assert isinstance(step, Step) and step.before is not None
-            self.kept[step.before] = Memento((), None)
+            self.kept[step.before] = Snapshot((), None)
             self.events[position] = step._replace(before=None)
         self.checkpoints = self.checkpoints[::2]
         self.keep_every *= 2

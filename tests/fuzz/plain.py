@@ -54,7 +54,7 @@ def knows(solver: tm.Solver, controller: tm.StepController, n_refreshes: int) ->
     if not isinstance(controller, tm.FixedStep):
         return False
     if isinstance(solver, tm.ALF):
-        return solver.order == 2 and (solver.renewal != "auto" or n_refreshes == 0)
+        return solver.order == 2 and (solver.refresh_policy != "auto" or n_refreshes == 0)
     return type(solver).__name__ in TABLEAUX
 
 
@@ -81,7 +81,7 @@ def solve(func: Callable, y0: Any, t: Any, solver: tm.Solver, controller: tm.Fix
             if isinstance(solver, tm.ALF):
                 z, v = alf_step(f, t0, t1, z, v, solver.eta)
                 n += 1
-                is_due = isinstance(solver.renewal, int) and n % solver.renewal == 0
+                is_due = isinstance(solver.refresh_policy, int) and n % solver.refresh_policy == 0
                 v = f(t1, z) if is_due and t1 is not times[-1] else v
             else:
                 z = runge_kutta_step(f, t0, t1, z, type(solver).__name__)

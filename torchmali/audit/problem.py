@@ -79,7 +79,7 @@ class Problem(NamedTuple):
         field = Field(self.func, z0, structure, self.args, self.params)
         t = tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, self.t)
         values = [field(float(t[0]), z0) for _ in range(N_REPEATS)]
-        draws = field.surroundings.draws
+        draws = field.environment.draws
         if draws or not all(_agree(values[0], u) for u in values[1:]):
             raise errors.NonRepeatableFieldError(
                 "f gives two answers to the same t and y (dropout or noise in f?): try it in eval mode."

@@ -118,7 +118,7 @@ class Value(NamedTuple):
 Mark = Sequence[Value | None] | None  # None: from before the first evaluation; in it: a place without a tensor
 
 
-class Surroundings:
+class Environment:
     """What one function of a solve (f, or the observer) depends on beside its arguments.
 
     loose: tensors without a gradient that it holds outside of modules. eps: rounding of the coarsest floating-point
@@ -161,7 +161,7 @@ class Surroundings:
         self.late: list[
             Changeable
         ] = []  # among the others: changed in the forward pass, but not at the first evaluation
-        self.watched: list[tuple[Changeable, Value]] = []  # during the first evaluation
+        self.with_residuals: list[tuple[Changeable, Value]] = []  # during the first evaluation
         self.others: list[tuple[Changeable, Tensor | None, int | None]] = []  # not changed by f, with their versions
 
     @property
@@ -192,32 +192,32 @@ class Surroundings:
         holders = [m for m in self.modules if m._buffers]
         found: list[Changeable] = [Buffer(m, name) for m in holders for name, _ in m.named_buffers(recurse=False)]
         there = [(x, tensor) for x in [*found, *self.loose] if (tensor := x.tensor) is not None]
-        watched = [(x, Value.of(tensor, x.can_be_undone)) for x, tensor in there]
-        lendable = _lendable(watched) if self.freezes else []
+        with_residuals = [(x, Value.of(tensor, x.can_be_undone)) for x, tensor in there]
+        lendable = _lendable(with_residuals) if self.freezes else []
         lent = _lend(lendable)
         twins = {
             id(before): Value(x, copy, version_of(x)) for (_, copy), (_, before, x) in zip(lendable, lent, strict=True)
         }
-        self.watched = [
-            (x, twins.get(id(value.tensor), value) if isinstance(x, Buffer) else value) for x, value in watched
+        self.with_residuals = [
+            (x, twins.get(id(value.tensor), value) if isinstance(x, Buffer) else value) for x, value in with_residuals
         ]
         mode = First(self.random, may_differentiate, self.eps)
         try:
             with self._as_cast(), mode:
                 yield
-            are_still = [value.is_still(x.tensor) for x, value in self.watched]
+            are_still = [value.is_still(x.tensor) for x, value in self.with_residuals]
         except BaseException:
-            _restore_changed(self.watched)
+            _restore_changed(self.with_residuals)
             raise
         finally:
-            self.watched = []
+            self.with_residuals = []
             _take_back(lent)
         self.random.advance()
         self.eps, self.operations = mode.eps, mode.operations
         if self.draws or (self.source.is_fresh and self.source.given is not None):
             self.mode = Redirected(self.random)
         self.lent, self.changing, self.at_first, self.others, large = [], [], [], [], []
-        for (x, value), is_still in zip(watched, are_still, strict=True):
+        for (x, value), is_still in zip(with_residuals, are_still, strict=True):
             if is_still:
                 # A loose tensor is not kept alive for the sake of this comparison.
                 self.others.append((x, value.tensor if isinstance(x, Buffer) else None, value.version))
@@ -240,7 +240,7 @@ class Surroundings:
     def try_again(self, mark: Mark) -> None:
         """Before a second try of an evaluation. mark: from before the first one."""
         if mark is None:
-            _restore_changed(self.watched)
+            _restore_changed(self.with_residuals)
         else:
             self.back_to(mark)
             _lend(self.lent)
@@ -299,7 +299,7 @@ class Surroundings:
             for x, _, now in moved:
                 x.put(now)
 
-    def for_backward(self) -> Surroundings:
+    def for_backward(self) -> Environment:
         """A copy for one backward pass, with generators of its own."""
         if not self.draws:
             return self
@@ -371,9 +371,9 @@ def _take_back(lent: Lent) -> None:
         x.put(before)
 
 
-def _lendable(watched: Sequence[tuple[Changeable, Value]]) -> list[tuple[Buffer, Tensor]]:
+def _lendable(with_residuals: Sequence[tuple[Changeable, Value]]) -> list[tuple[Buffer, Tensor]]:
     """Places of buffers, with their copies: those that f finds in modules alone, in memory that no other tensor has."""
-    plain = [(x, value.tensor, value.copy) for x, value in watched if _is_plain(value.tensor)]
+    plain = [(x, value.tensor, value.copy) for x, value in with_residuals if _is_plain(value.tensor)]
     owners: dict[int, set[int]] = {}  # of memory
     copies: dict[int, Tensor] = {}  # one for all places of a tensor
     for x, tensor, copy_ in plain:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from torchmali.errors import InvalidFieldError, InvalidOptionError, NonRepeatableFieldError, warn
-from torchmali.field.environment import Surroundings, version_of
+from torchmali.field.environment import Environment, version_of
 from torchmali.field.graph import forgotten_leaves, leaf_of, nodes_behind
 from torchmali.field.hooks import without_hooks
 from torchmali.field.parameters import search_of
@@ -80,7 +80,7 @@ class Field:
         self.zero = torch.zeros((), dtype=self.t_dtype, device=self.device)
         self.wants_t = False
         eps = max(torch.finfo(z.dtype).eps for z in z0)
-        self.surroundings = Surroundings(modules, self.device, buffers, source, loose, eps)
+        self.environment = Environment(modules, self.device, buffers, source, loose, eps)
         self.looks_for_leaves = False  # warn, once, of leaves that would get no gradient
         self.told: set[int] = set()  # of these
         self.inputs: tuple[Tensor, Tensors] | None = None  # t, z of the first evaluation, while leaves are looked for
@@ -97,7 +97,7 @@ class Field:
     @property
     def precision(self) -> float:
         """Rounding of the coarsest floating-point type in which f computes, as its first evaluation shows."""
-        return self.surroundings.eps
+        return self.environment.eps
 
     def without_tensors(self: F) -> F:
         """A copy without theta and `fixed`, to be kept until the backward pass."""
@@ -116,7 +116,7 @@ class Field:
             leaves[i] = x
         field.arg_leaves, field.args = tuple(leaves), self.args_structure.rebuild(leaves)
         field.theta = [leaves[i] for i in self.slots] + list(theta[len(self.slots) :])
-        field.wants_t, field.surroundings = wants_t, self.surroundings.for_backward()
+        field.wants_t, field.environment = wants_t, self.environment.for_backward()
         field.n_evals = field.n_vjps = 0
         return field
 
@@ -146,7 +146,7 @@ class Field:
         return u
 
     def _evaluate_with_care(self, t: Time, z: Tensors) -> Tensors:
-        around, self.n_careful = self.surroundings, self.n_careful + 1
+        around, self.n_careful = self.environment, self.n_careful + 1
         is_first = self.n_careful == 1
         may_differentiate = self.looks_for_leaves or torch.is_grad_enabled()
         if around.is_cast:  # autocast keeps the casts of all leaves until the solve ends; of views it keeps none
@@ -179,7 +179,7 @@ class Field:
     def _tried(self, evaluate: Callable[[Time, Tensors], Tensors], t: Time, z: Tensors) -> Tensors:
         """f may take derivatives by y itself, and expect a y that it can differentiate by."""
         if not self.needs_graph:
-            around = self.surroundings
+            around = self.environment
             mark = around.mark() if self.n_careful <= 2 else ()
             try:
                 return evaluate(t, z)
@@ -224,7 +224,7 @@ class Field:
             u = self.as_in_backward(t, z)
             plain, operations = self._with_operations(t, z)
             differ = torch.stack([(x != y).any().to(u[0].device) for x, y in zip(u, plain, strict=True)]).any()
-            is_same = operations == self.surroundings.operations and not bool(differ)
+            is_same = operations == self.environment.operations and not bool(differ)
             chosen.append(self if is_same else self.as_in_backward)
             return u
 
@@ -251,7 +251,7 @@ class Field:
         The evaluations are not counted.
         """
         n_evals, needs_care = self.n_evals, self.needs_care
-        with self.surroundings.refusing_draws(self.called):
+        with self.environment.refusing_draws(self.called):
             self.needs_care = True
             try:
                 yield
@@ -261,8 +261,8 @@ class Field:
     @contextlib.contextmanager
     def backward_pass(self, t: float, z: Tensors) -> Iterator[None]:
         """Around all evaluations of a backward pass. t, z: where f was evaluated first."""
-        with self.surroundings.backward_pass(), self._parameters_of_then():
-            changes = self.surroundings.changes()
+        with self.environment.backward_pass(), self._parameters_of_then():
+            changes = self.environment.changes()
             if changes:  # they may be of modules that f could reach but has no use for: ask f itself
                 again = "Call backward before that, or solve again after it."
                 if not self.is_as_first(t, z):
@@ -280,7 +280,7 @@ class Field:
         with torch.no_grad():
             now = _fingerprint(self(t, z))
         self.n_evals = n_evals
-        accuracy = max(100 * torch.finfo(now.dtype).eps, self.surroundings.coarseness)
+        accuracy = max(100 * torch.finfo(now.dtype).eps, self.environment.coarseness)
         return torch.allclose(now, self.fingerprint, accuracy, 0.0)
 
     @contextlib.contextmanager
@@ -311,7 +311,7 @@ class Field:
         if not isinstance(leaf, Tensor):
             raise InvalidFieldError(f"f must return tensors; it returned a {type(leaf).__name__}{of}.")
         shape, dtype = self.signature[i]
-        if self.surroundings.is_cast and leaf.shape == shape and leaf.is_floating_point():
+        if self.environment.is_cast and leaf.shape == shape and leaf.is_floating_point():
             return leaf.to(dtype)
         raise InvalidFieldError(
             f"f must return dy/dt with y's shape and dtype{of}: y has shape {tuple(shape)}, {dtype}; f returned "

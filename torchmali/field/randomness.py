@@ -56,16 +56,16 @@ class Source:
         self.given, self.is_fresh = given, is_fresh
         self.outer: Redirected | None = None  # the mode of a solve in whose f this one runs
         self.device = torch.device("cpu")
-        self.before: tuple[Tensor, ...] | int | None = None  # what `watch` saw
+        self.before: tuple[Tensor, ...] | int | None = None  # what `begin` saw
         self.is_disturbed = False
 
-    def watch(self, device: torch.device) -> None:
-        """Begin to watch the default generators, or the outer solve's."""
+    def begin(self, device: torch.device) -> None:
+        """Note where the default generators are, or the outer solve's."""
         self.device, self.outer, self.is_disturbed = device, _innermost(), False
         self.before = self._now()
 
     def look(self) -> bool:
-        """Whether anything was drawn since `watch` beside the seeds given out here: by f, or by another thread."""
+        """Whether anything was drawn since `begin` beside the seeds given out here: by f, or by another thread."""
         now, before = self._now(), self.before
         if isinstance(now, int) or isinstance(before, int) or before is None:
             same = now == before
@@ -76,11 +76,11 @@ class Source:
 
     def seed(self) -> int:
         """A seed from the default generator; within another solve's f, from that solve."""
-        is_watched = self.before is not None
-        if is_watched:
+        is_begun = self.before is not None
+        if is_begun:
             self.look()
         seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
-        self.before = self._now() if is_watched else None
+        self.before = self._now() if is_begun else None
         return seed
 
     def _now(self) -> tuple[Tensor, ...] | int:

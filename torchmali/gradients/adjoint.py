@@ -16,7 +16,7 @@ from torchmali.errors import IncompatibleError, warn
 from torchmali.field.evaluate import Field
 from torchmali.gradients.base import GradientMethod, Problem, forward, refuse_double_backward, require_same
 from torchmali.integrate import integrate
-from torchmali.outputs.base import Outlet
+from torchmali.outputs.base import Outputs
 from torchmali.solution import TELL_LIMIT, Stats, short_repr
 from torchmali.solvers.base import Solver, accumulate
 from torchmali.state.floats import Floats
@@ -42,9 +42,9 @@ class Adjoint(GradientMethod):
         super().check(solver, controller)
         (self.controller or controller).check(self.solver or solver)
 
-    def unsteady(self, solver: Solver, controller: StepController) -> list[str]:
-        back = super().unsteady(self.solver or solver, self.controller or controller)
-        return list(dict.fromkeys([*super().unsteady(solver, controller), *back]))
+    def data_dependent_parts(self, solver: Solver, controller: StepController) -> list[str]:
+        back = super().data_dependent_parts(self.solver or solver, self.controller or controller)
+        return list(dict.fromkeys([*super().data_dependent_parts(solver, controller), *back]))
 
     def solve(self, problem: Problem) -> Tensors:
         if not problem.wants_gradient:
@@ -85,13 +85,13 @@ class _Adjoint(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, method: Adjoint, problem: Problem, *inputs: Tensor | None) -> Tensors:
         results, _, _ = forward(problem)
-        y, outlet = problem.outlet.states(results), problem.outlet
+        y, outputs = problem.outputs.states(results), problem.outputs
         ctx.set_materialize_grads(False)
         ctx.solver = method.solver or problem.solver
         ctx.controller = method.backward_controller(problem.controller, problem.field)
-        ctx.times, ctx.stats, ctx.outlet = problem.times, problem.stats, outlet.without_tensors()
+        ctx.times, ctx.stats, ctx.outputs = problem.times, problem.stats, outputs.without_tensors()
         ctx.field, fixed, n_theta = problem.field.without_tensors(), problem.field.fixed, len(problem.field.theta)
-        ctx.sizes = 1, len(y), n_theta, len(outlet.theta), len(fixed), len(y)
+        ctx.sizes = 1, len(y), n_theta, len(outputs.theta), len(fixed), len(y)
         ctx.save_for_backward(*inputs, *fixed, *y)
         return results
 
@@ -102,21 +102,21 @@ class _Adjoint(torch.autograd.Function):
         (t,), z0, theta, observer, fixed, y = (tuple(islice(saved, size)) for size in ctx.sizes)
         z0 = tuple(x.detach() for x in z0)
         f: Field = ctx.field.with_tensors(theta, fixed, wants_t=False)
-        outlet: Outlet = ctx.outlet.with_tensors(observer, wants_t=t is not None)
+        outputs: Outputs = ctx.outputs.with_tensors(observer, wants_t=t is not None)
         n, times, z = len(y), ctx.times, tuple(leaf[-1] for leaf in y)
         a = [torch.zeros_like(leaf[0]) for leaf in y]
         a_theta = tuple(torch.zeros_like(p) for p in f.theta)
         a_t, slope = [f.time(0.0)] * len(times), _augmented(f)
         a_observer: list[Tensor | None] = [None] * len(observer)
-        with f.backward_pass(times[0], z0), outlet.backward_pass(times[0], z0):
+        with f.backward_pass(times[0], z0), outputs.backward_pass(times[0], z0):
             require_same(f.is_as_first(times[0], z0))
             for k in range(len(times) - 1, -1, -1):
-                if outlet.keeps:
+                if outputs.keeps:
                     z = tuple(leaf[k] for leaf in y)  # the way back begins anew at each output
                 if t is not None and k == 0:
                     a_t[0] = a_t[0] - dot(a, f(times[0], z))
                 with torch.enable_grad():
-                    g, g_observer, g_t = outlet.pull(times[k], z, k, grads)
+                    g, g_observer, g_t = outputs.pull(times[k], z, k, grads)
                 accumulate(a, g)
                 accumulate(a_observer, g_observer)
                 if t is not None and k > 0:
@@ -130,7 +130,7 @@ class _Adjoint(torch.autograd.Function):
                         slope, start, segment, ctx.solver, ctx.controller, lambda k, z: None, Stats(), warns=False
                     )
                     z, a, a_theta = end.point[:n], list(end.point[n : 2 * n]), end.point[2 * n :]
-        if not outlet.keeps:
+        if not outputs.keeps:
             _warn_of_drift(Floats(z, z), Floats(z0, z0), ctx.controller)
         ctx.stats.n_evals_backward, ctx.stats.n_vjps = f.n_evals, f.n_vjps
         return (None, None, None if t is None else torch.stack(a_t).to(t), *a, *a_theta, *a_observer)

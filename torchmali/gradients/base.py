@@ -14,10 +14,10 @@ from torch.autograd import forward_ad
 
 from torchmali.controllers import StepController
 from torchmali.errors import DoubleBackwardError, NonRepeatableFieldError
-from torchmali.field.environment import Surroundings
+from torchmali.field.environment import Environment
 from torchmali.field.evaluate import Field
-from torchmali.integrate import Effects, Emit, integrate
-from torchmali.outputs.base import Outlet
+from torchmali.integrate import Emit, SideEffects, integrate
+from torchmali.outputs.base import Outputs
 from torchmali.solution import Stats
 from torchmali.solvers.base import Slope, Solver
 from torchmali.state.base import State
@@ -37,7 +37,7 @@ class Problem:
     t: Tensor | None  # the times as a tensor, where they require a gradient
     solver: Solver
     controller: StepController
-    outlet: Outlet
+    outputs: Outputs
     stats: Stats
     wants_code: bool = False
     record: tuple[State, Tape] | None = None  # how it ended, where a code of it is wanted
@@ -45,7 +45,7 @@ class Problem:
     @property
     def inputs(self) -> tuple[Tensor | None, ...]:
         """All that may get a gradient, in the order of the autograd.Functions' inputs."""
-        return (self.t, *self.z0, *self.field.theta, *self.outlet.theta)
+        return (self.t, *self.z0, *self.field.theta, *self.outputs.theta)
 
     @property
     def coarsest(self) -> torch.dtype:
@@ -60,12 +60,12 @@ class Problem:
         # Where bits count, f has to return those of the backward pass.
         is_exact = how.get("arithmetic", Floats) is not Floats and how["arithmetic"] is not Traced
         f = self.field.with_bits_of_backward() if is_exact else self.field
-        source = self.field.surroundings.source
-        source.watch(self.field.device)
+        source = self.field.environment.source
+        source.begin(self.field.device)
         with ExitStack() as stack:
-            for function in (self.field, *self.outlet.functions):
-                stack.enter_context(function.surroundings.forward_pass())
-            how["effects"] = _Traces(self.field.surroundings, self.outlet)
+            for function in (self.field, *self.outputs.functions):
+                stack.enter_context(function.environment.forward_pass())
+            how["effects"] = _SideEffects(self.field.environment, self.outputs)
             end, tape = integrate(f, z0, times, self.solver, self.controller, emit, self.stats, **how)
         self.stats.n_evals_forward = self.field.n_evals
         self._look_for_late_draws(f, z0, times, how)
@@ -77,13 +77,13 @@ class Problem:
         If the default generators are where they were, none did. If they moved, it may have been another thread: the
         solve is repeated, and only that tells.
         """
-        source, functions = self.field.surroundings.source, (self.field, *self.outlet.functions)
-        suspects = [function for function in functions if not function.surroundings.draws]
+        source, functions = self.field.environment.source, (self.field, *self.outputs.functions)
+        suspects = [function for function in functions if not function.environment.draws]
         if source.is_fresh or not suspects or not source.look():
             return
 
         def emit(k: int, z: Tensors) -> None:
-            self.outlet.show(times[k], z, k)
+            self.outputs.show(times[k], z, k)
 
         how = {name: value for name, value in how.items() if name != "tape"}
         with ExitStack() as stack:
@@ -104,23 +104,23 @@ def has_tangent(x: Tensor) -> bool:
     return forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None
 
 
-class _Traces(Effects):
+class _SideEffects(SideEffects):
     """What the evaluations of f, and the outputs, leave behind."""
 
-    def __init__(self, around: Surroundings, outlet: Outlet):
-        self.around, self.outlet = around, outlet
+    def __init__(self, around: Environment, outputs: Outputs):
+        self.around, self.outputs = around, outputs
 
     @property
     def eps(self) -> float:
         return self.around.eps
 
     def mark(self) -> Any:
-        return self.around.mark(), self.outlet.mark()
+        return self.around.mark(), self.outputs.mark()
 
     def back_to(self, mark: Any) -> None:
-        around, outlet = mark
+        around, outputs = mark
         self.around.back_to(around)
-        self.outlet.back_to(outlet)
+        self.outputs.back_to(outputs)
 
 
 class GradientMethod(ABC):
@@ -133,10 +133,10 @@ class GradientMethod(ABC):
         """Raise if this method cannot differentiate this solver's steps."""
         controller.check(solver)
 
-    def unsteady(self, solver: Solver, controller: StepController) -> list[str]:
+    def data_dependent_parts(self, solver: Solver, controller: StepController) -> list[str]:
         """What lets the number of evaluations of f depend on the data, each with what to use in its place."""
         found = [f"{type(controller).__name__} (use FixedStep(h))"] if controller.adaptive else []
-        if solver.renewal == "auto":
+        if solver.refresh_policy == "auto":
             found.append(f'{solver} (use refresh="never", or a number of steps)')
         return found
 
@@ -148,11 +148,11 @@ class GradientMethod(ABC):
 @torch.no_grad()
 def forward(problem: Problem, **how: Any) -> tuple[Tensors, State, Tape]:
     """Solve without a graph: the results, the end state and the tape. how: arithmetic and tape of `integrate`."""
-    outlet, times = problem.outlet, problem.times
+    outputs, times = problem.outputs, problem.times
     z0 = tuple(z.detach() for z in problem.z0)
-    end, tape = problem.integrate(z0, times, lambda k, z: outlet.emit(times[k], z, k), **how)
+    end, tape = problem.integrate(z0, times, lambda k, z: outputs.emit(times[k], z, k), **how)
     problem.record = (end, tape) if problem.wants_code else None
-    return outlet.results(), end, tape
+    return outputs.results(), end, tape
 
 
 def refuse_double_backward(method: str) -> None:

@@ -12,11 +12,11 @@ import torch
 from torchmali.controllers import StepController
 from torchmali.errors import IncompatibleError, InvalidOptionError, warn
 from torchmali.gradients.base import Problem
-from torchmali.gradients.replay import LIMITS, ReplayGradient, Way
+from torchmali.gradients.replay import LIMITS, BackwardPass, ReplayGradient
 from torchmali.solution import TELL_LIMIT, short_repr
 from torchmali.solvers.base import ReversibleSolver, Solver
 from torchmali.state.base import State
-from torchmali.state.fixed_point import Grid, GridArithmetic
+from torchmali.state.fixed_point import FixedPoint, FixedPointArithmetic
 from torchmali.state.floats import Floats
 from torchmali.state.vectors import Tensors
 from torchmali.tape import Tape
@@ -71,7 +71,7 @@ class MALI(ReplayGradient):
             raise IncompatibleError(
                 f"MALI needs a solver with an inverse, but {name} has none. Use solver=ALF(), or gradient=ACA()."
             )
-        if self.exact and not solver.lifts:
+        if self.exact and not solver.is_exact_on_integers:
             raise IncompatibleError(
                 f"MALI(exact={self.exact!r}) needs a solver that lifts to integers: ALF without damping, not {solver}."
             )
@@ -84,16 +84,16 @@ class MALI(ReplayGradient):
         super().check(solver, controller)
 
     def arithmetic(self, span: float) -> Any:
-        return GridArithmetic(self.exact == "int64", span) if self.exact else Floats
+        return FixedPointArithmetic(self.exact == "int64", span) if self.exact else Floats
 
     @property
     def state(self) -> type[State]:
-        return Grid if self.exact else Floats
+        return FixedPoint if self.exact else Floats
 
-    def unsteady(self, solver: Solver, controller: StepController) -> list[str]:
+    def data_dependent_parts(self, solver: Solver, controller: StepController) -> list[str]:
         again = self.reruns or self.on_integers  # segments that drifted, steps that left the grid
         found = [f"{self} (use MALI(checkpoint_every=None), or ACA())"] if again else []
-        return [*super().unsteady(solver, controller), *found]
+        return [*super().data_dependent_parts(solver, controller), *found]
 
     @property
     def on_integers(self) -> bool:
@@ -145,7 +145,7 @@ class MALI(ReplayGradient):
                     "eta=1."
                 )
 
-    def judge_backward(self, way: Way) -> None:
+    def judge_backward(self, way: BackwardPass) -> None:
         # The order of the error alone: what training says at every step in the same words, Python shows once.
         drift = way.drift
         size = f"above {10.0 ** math.floor(math.log10(drift)):g}" if 0 < drift < math.inf else f"of {drift:g}"

@@ -24,11 +24,11 @@ class Naive(GradientMethod):
 
     def solve(self, problem: Problem) -> Tensors:
         shown: list[Tensors] = []
-        outlet, times = problem.outlet, problem.times
+        outputs, times = problem.outputs, problem.times
         if problem.t is not None or self.through_search:
             # On the host: deciding where to step must not wait for a device.
             t = torch.tensor(times, dtype=torch.float64) if problem.t is None else problem.t.to("cpu", torch.float64)
             times = list(t.unbind())
         how = {"arithmetic": Traced, "through_search": self.through_search}
-        problem.integrate(problem.z0, times, lambda k, z: shown.append(outlet.show(times[k], z, k)), **how)
-        return outlet.gather(shown)
+        problem.integrate(problem.z0, times, lambda k, z: shown.append(outputs.show(times[k], z, k)), **how)
+        return outputs.gather(shown)

@@ -21,9 +21,9 @@ from torch import Tensor
 
 from torchmali.field.evaluate import Field
 from torchmali.gradients.base import GradientMethod, Problem, forward, refuse_double_backward, require_same
-from torchmali.outputs.base import Outlet
+from torchmali.outputs.base import Outputs
 from torchmali.solvers.base import Cotangent, Inside, Passed, Solver, accumulate
-from torchmali.state.base import Drift, Memento, State
+from torchmali.state.base import RebuildError, Snapshot, State
 from torchmali.state.floats import Floats
 from torchmali.state.vectors import Tensors, rows
 from torchmali.tape import Event, Output, Refresh, Rescale, Step, Tape
@@ -37,7 +37,7 @@ class Limits(NamedTuple):
     row: float  # above this drift on the scale of a row it is not trusted: perhaps f is another function
     effect: float  # in between: by what the drift does to the gradient, relative, for each root of a step
 
-    def hold(self, drift: Drift, rounding: float) -> bool:
+    def hold(self, drift: RebuildError, rounding: float) -> bool:
         """Whether a drift is small whatever f is. rounding: what round-off makes of a row where nothing amplifies it.
 
         Where all components of a row are off by `drift.row` of the largest, those smaller than drift.row / some of it
@@ -73,14 +73,14 @@ class ReplayGradient(GradientMethod):
         if not problem.wants_gradient:
             tape = self.tape(problem) if problem.wants_code else None
             results, end, tape = forward(problem, arithmetic=self.arithmetic(problem.span), tape=tape)
-            self.judge_forward(problem, problem.outlet.states(results), end, tape)
+            self.judge_forward(problem, problem.outputs.states(results), end, tape)
             return results
         return _Replay.apply(self, problem, *problem.inputs)  # type: ignore[return-value]
 
     def judge_forward(self, problem: Problem, y: Tensors, end: State, tape: Tape) -> None:
         """Look at a finished forward pass."""
 
-    def judge_backward(self, way: Way) -> None:
+    def judge_backward(self, way: BackwardPass) -> None:
         """Look at a finished backward pass."""
 
 
@@ -88,17 +88,17 @@ class _Replay(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, method: ReplayGradient, problem: Problem, *inputs: Tensor | None) -> Tensors:
         results, end, tape = forward(problem, arithmetic=method.arithmetic(problem.span), tape=method.tape(problem))
-        outlet = problem.outlet
-        method.judge_forward(problem, outlet.states(results), end, tape)
+        outputs = problem.outputs
+        method.judge_forward(problem, outputs.states(results), end, tape)
         ctx.set_materialize_grads(False)
         ctx.method, ctx.events, ctx.stats = method, tape.events, problem.stats
-        ctx.times, ctx.outlet = problem.times, outlet.without_tensors()
+        ctx.times, ctx.outputs = problem.times, outputs.without_tensors()
         ctx.field, ctx.solver = problem.field.without_tensors(), problem.solver
-        mementos = [end.put_away(), *tape.kept]
-        ctx.forms = [(len(memento.tensors), memento.form) for memento in mementos]
+        snapshots = [end.snapshot(), *tape.kept]
+        ctx.forms = [(len(snapshot.tensors), snapshot.form) for snapshot in snapshots]
         fixed = problem.field.fixed
-        ctx.sizes = 1, len(problem.z0), len(problem.field.theta), len(outlet.theta), len(fixed)
-        ctx.save_for_backward(*inputs, *fixed, *(x for memento in mementos for x in memento.tensors))
+        ctx.sizes = 1, len(problem.z0), len(problem.field.theta), len(outputs.theta), len(fixed)
+        ctx.save_for_backward(*inputs, *fixed, *(x for snapshot in snapshots for x in snapshot.tensors))
         return results
 
     @staticmethod
@@ -108,14 +108,14 @@ class _Replay(torch.autograd.Function):
         saved = iter(ctx.saved_tensors)
         t, z0, theta, observer, fixed = (tuple(islice(saved, size)) for size in ctx.sizes)
         # Detached: an f that calls y.requires_grad_() leaves its mark.
-        end, *kept = (Memento(tuple(x.detach() for x in islice(saved, size)), form) for size, form in ctx.forms)
+        end, *kept = (Snapshot(tuple(x.detach() for x in islice(saved, size)), form) for size, form in ctx.forms)
         f = ctx.field.with_tensors(theta, fixed, wants_t=ctx.needs_input_grad[2])
-        outputs = Outputs(ctx.outlet.with_tensors(observer, f.wants_t), ctx.times, grads)
+        cotangents = OutputCotangents(ctx.outputs.with_tensors(observer, f.wants_t), ctx.times, grads)
         state = method.state.restore(end)
-        way = Way(f, ctx.solver, tuple(z.detach() for z in z0), outputs, method.inverts, method.reruns)
+        way = BackwardPass(f, ctx.solver, tuple(z.detach() for z in z0), cotangents, method.inverts, method.reruns)
         # Gradients for f and the observer; nothing else here requires one.
         start = ctx.times[0], way.z0
-        with f.backward_pass(*start), outputs.outlet.backward_pass(*start), torch.enable_grad():
+        with f.backward_pass(*start), cotangents.outputs.backward_pass(*start), torch.enable_grad():
             _, a = way.back(ctx.events, kept, state, way.nothing(state))
         ctx.stats.n_evals_backward, ctx.stats.n_vjps, ctx.stats.n_reruns = f.n_evals, f.n_vjps, way.n_reruns
         if method.inverts:
@@ -126,16 +126,16 @@ class _Replay(torch.autograd.Function):
 
 
 @dataclass(frozen=True)
-class Outputs:
+class OutputCotangents:
     """The output times, from behind."""
 
-    outlet: Outlet
+    outputs: Outputs
     times: Sequence[float]
     grads: Sequence[Tensor | None]  # dL/d(results)
 
     def pull(self, k: int, z: Tensors, a: Cotangent) -> Sequence[Tensor | None]:
         """dL/dy[k]; what else depends on it goes into `a`."""
-        a_z, a_observer, a_t = self.outlet.pull(self.times[k], z, k, self.grads)
+        a_z, a_observer, a_t = self.outputs.pull(self.times[k], z, k, self.grads)
         accumulate(a.observer, a_observer)
         if a_t is not None:
             a.times[k] = a.times[k] + a_t
@@ -143,13 +143,13 @@ class Outputs:
 
 
 @dataclass
-class Way:
+class BackwardPass:
     """The way back of one backward pass."""
 
     f: Field
     solver: Solver
     z0: Tensors
-    outputs: Outputs
+    cotangents: OutputCotangents
     compares: bool
     reruns: bool
     drift: float = 0.0  # the worst of what was rebuilt
@@ -159,11 +159,11 @@ class Way:
     is_sure: bool = True  # of that; else a cast was seen, whose result f may have no use for
 
     def __post_init__(self):
-        around = self.f.surroundings
+        around = self.f.environment
         self.coarseness, self.is_sure = around.coarseness, around.is_cast
 
     def nothing(self, state: State) -> Cotangent:
-        return Cotangent.zero(state, len(self.f.theta), len(self.outputs.outlet.theta), len(self.outputs.times))
+        return Cotangent.zero(state, len(self.f.theta), len(self.cotangents.outputs.theta), len(self.cotangents.times))
 
     @property
     def limits(self) -> Limits:
@@ -172,10 +172,10 @@ class Way:
     @property
     def same(self) -> float:
         """The drift on the scale of a row up to which f is the function that it was."""
-        return self.f.surroundings.coarseness or self.limits.row
+        return self.f.environment.coarseness or self.limits.row
 
     def back(
-        self, events: Sequence[Event], kept: Sequence[Memento], state: State, a: Cotangent
+        self, events: Sequence[Event], kept: Sequence[Snapshot], state: State, a: Cotangent
     ) -> tuple[State, Cotangent]:
         """Pull `a` back over the tape, from its end, where `state` is: the state at its start, and dL/d(...) there."""
         end = len(events)
@@ -189,28 +189,28 @@ class Way:
             after, end = state.fork(), i
             aside = a.set_aside() if self.reruns and not a.is_new else None
             compares = self.compares or a.is_new  # a walk over kept states: once, for another f would not be noticed
-            state = walk(self.f, self.solver, segment, kept, state, a, self.outputs, compares)
+            state = pull_back(self.f, self.solver, segment, kept, state, a, self.cotangents, compares)
             a.is_new = False
             if head.before is not None:
                 truth = state.back_to(kept[head.before])
             else:
-                truth = state.begun_at(self.z0)
-            start = self._renewed(head, truth, a) if isinstance(head, Refresh) else truth
+                truth = state.started_at(self.z0)
+            start = self._refreshed(head, truth, a) if isinstance(head, Refresh) else truth
             is_wanting = compares and not self._trusts(state, start, after, segment, a)
             if aside:
                 a.take_back(aside)
             again = self._again(segment, start, after, aside or self.nothing(state)) if is_wanting else None
             if again is not None:
                 if isinstance(head, Refresh):
-                    self._renewed(head, truth, again)
+                    self._refreshed(head, truth, again)
                 self.gain = max(self.gain, _difference(a.sums, again.sums))
                 a = again
             state = truth
-        return walk(self.f, self.solver, events[:end], kept, state, a, self.outputs), a
+        return pull_back(self.f, self.solver, events[:end], kept, state, a, self.cotangents), a
 
-    def _renewed(self, head: Refresh, before: State, a: Cotangent) -> State:
+    def _refreshed(self, head: Refresh, before: State, a: Cotangent) -> State:
         """Pull `a` back over a refresh; the state that it made."""
-        renewed, g_t = self.solver.pull_renewal(self.f, head.t, before, a)
+        renewed, g_t = self.solver.pull_refresh(self.f, head.t, before, a)
         if g_t is not None:
             a.times[head.k] = a.times[head.k] + g_t
         return renewed
@@ -224,7 +224,7 @@ class Way:
         drift = rebuilt.distance(truth, after, self.solver.scale_of_v(span), limits[:2])
         if rebuilt.is_bounded:  # nothing but another f can lead astray there
             require_same(drift.component == 0)
-        is_small = limits.hold(drift, 8 * self.f.surroundings.eps_of_state * math.sqrt(len(steps)))
+        is_small = limits.hold(drift, 8 * self.f.environment.eps_of_state * math.sqrt(len(steps)))
         if self.coarseness and not self.is_sure and not is_small:
             self.is_sure = True
             self.coarseness = self.coarseness if self._is_coarse(steps[-1].t1, after.point) else 0.0
@@ -244,7 +244,7 @@ class Way:
         It stays where it is, or jumps, in a good part of its components. What does not depend on z tells nothing.
         """
         coarse = self.coarseness
-        move = math.sqrt(coarse * self.f.surroundings.eps_of_state)
+        move = math.sqrt(coarse * self.f.environment.eps_of_state)
         with torch.no_grad():
             here, near, far = (self.f(t, tuple(x * (1 + e) for x in z)) for e in (0.0, move, coarse))
         parts = []
@@ -315,14 +315,14 @@ def _difference(found: Sequence[Tensor | None], truth: Sequence[Tensor | None]) 
     return _quotient(_norm([x - y for x, y in pairs]), _norm([y for _, y in pairs]))
 
 
-def walk(
+def pull_back(
     f: Field,
     solver: Solver,
     events: Sequence[Event],
-    kept: Sequence[Memento],
+    kept: Sequence[Snapshot],
     state: State,
     a: Cotangent,
-    outputs: Outputs,
+    cotangents: OutputCotangents,
     compares: bool = False,
 ) -> State:
     """Pull dL/dy back over a slice of the tape without renewals: the state at its start. Works on `a` in place.
@@ -343,10 +343,10 @@ def walk(
             inside = []
         elif isinstance(event, Output):
             if event.inside is not None:
-                inside.append(Inside(event.k, event.inside, partial(outputs.pull, event.k, a=a)))
+                inside.append(Inside(event.k, event.inside, partial(cotangents.pull, event.k, a=a)))
             else:
-                z = () if outputs.outlet.keeps else state.point
-                accumulate(a.z, outputs.pull(event.k, z, a))
+                z = () if cotangents.outputs.keeps else state.point
+                accumulate(a.z, cotangents.pull(event.k, z, a))
         elif isinstance(event, Rescale):
             assert event.lost is not None
             state = state.unscaled(event.change, kept[event.lost])

@@ -21,7 +21,7 @@ class Pulled(NamedTuple):
     t: Tensor | None = None  # dL/dt, for the t that the observer sees
 
 
-class Outlet(ABC):
+class Outputs(ABC):
     theta: Sequence[Tensor] = ()  # what may get a gradient here
     keeps: bool  # every y
 
@@ -57,11 +57,11 @@ class Outlet(ABC):
         """Those of the results that are states, time first."""
         return results
 
-    def without_tensors(self) -> Outlet:
+    def without_tensors(self) -> Outputs:
         """For the backward pass."""
         return self
 
-    def with_tensors(self, theta: Sequence[Tensor], wants_t: bool) -> Outlet:
+    def with_tensors(self, theta: Sequence[Tensor], wants_t: bool) -> Outputs:
         return self
 
     @property

@@ -14,12 +14,12 @@ from torchmali.errors import InvalidFieldError
 from torchmali.field.environment import version_of
 from torchmali.field.evaluate import Field, raise_for_change
 from torchmali.field.randomness import Source
-from torchmali.outputs.base import Outlet, Pulled
+from torchmali.outputs.base import Outputs, Pulled
 from torchmali.state.vectors import Tensors, Time
 from torchmali.tree import Structure
 
 
-class Observed(Outlet):
+class ObservedOutputs(Outputs):
     """The sum of observe(t, y) over the output times, and y at the last one."""
 
     keeps = False
@@ -47,11 +47,11 @@ class Observed(Outlet):
             self.end = tuple(leaf.clone().unsqueeze(0) for leaf in z)
 
     def mark(self) -> Any:
-        return self.sum, self.observer.surroundings.mark()
+        return self.sum, self.observer.environment.mark()
 
     def back_to(self, mark: Any) -> None:
-        self.sum, surroundings = mark
-        self.observer.surroundings.back_to(surroundings)
+        self.sum, environment = mark
+        self.observer.environment.back_to(environment)
 
     def results(self) -> Tensors:
         assert self.sum is not None
@@ -73,11 +73,11 @@ class Observed(Outlet):
     def functions(self) -> Sequence[Field]:
         return (self.observer,)
 
-    def without_tensors(self) -> Outlet:
-        return Observed(self.observer.without_tensors(), self.n)
+    def without_tensors(self) -> Outputs:
+        return ObservedOutputs(self.observer.without_tensors(), self.n)
 
-    def with_tensors(self, theta: Sequence[Tensor], wants_t: bool) -> Outlet:
-        return Observed(self.observer.with_tensors(theta, (), wants_t), self.n)
+    def with_tensors(self, theta: Sequence[Tensor], wants_t: bool) -> Outputs:
+        return ObservedOutputs(self.observer.with_tensors(theta, (), wants_t), self.n)
 
     def backward_pass(self, t: float, z: Tensors) -> AbstractContextManager:
         self.observer.args = (0,) if self.observer.takes_k else ()
@@ -118,7 +118,7 @@ class Observer(Field):
         got = value.dtype if isinstance(value, Tensor) else type(value).__name__
         if not is_real:
             raise InvalidFieldError(f"observe must return a tensor of real numbers, to be summed; got {got}.")
-        if self.surroundings.is_cast and value.dtype in (torch.bfloat16, torch.float16):
+        if self.environment.is_cast and value.dtype in (torch.bfloat16, torch.float16):
             value = value.float()
         self.kind = self.kind or (value.shape, value.dtype)
         if (value.shape, value.dtype) != self.kind:

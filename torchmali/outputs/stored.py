@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torchmali.outputs.base import Outlet, Pulled
+from torchmali.outputs.base import Outputs, Pulled
 from torchmali.state.vectors import Tensors, Time
 
 
-class Kept(Outlet):
+class StoredOutputs(Outputs):
     """y at all times, time first."""
 
     keeps = True
@@ -27,7 +27,7 @@ class Kept(Outlet):
 
     def emit(self, t: Time, z: Tensors, k: int) -> None:
         # Written in place as they come: no list of states beside the result.
-        self.y = self.y or tuple(_room_for(self.n, leaf) for leaf in z)
+        self.y = self.y or tuple(_empty_stack(self.n, leaf) for leaf in z)
         for whole, part in zip(self.y, z, strict=True):
             whole[k] = part
 
@@ -37,11 +37,11 @@ class Kept(Outlet):
     def pull(self, t: Time, z: Tensors, k: int, grads: Sequence[Tensor | None]) -> Pulled:
         return Pulled([None if g is None else g[k] for g in grads])
 
-    def without_tensors(self) -> Outlet:
-        return Kept(self.n)
+    def without_tensors(self) -> Outputs:
+        return StoredOutputs(self.n)
 
 
-def _room_for(n: int, z: Tensor) -> Tensor:
+def _empty_stack(n: int, z: Tensor) -> Tensor:
     """For n tensors like z, each in z's memory format."""
     strides = z.stride() if z.is_contiguous() else torch.empty_like(z, device="meta").stride()
     return z.new_empty_strided((n, *z.shape), (max(1, z.numel()), *strides))

@@ -23,7 +23,7 @@ class Attempt(NamedTuple):
     error: Tensors | None  # estimated error of z, where the controller asked for it
     carry: Tensors | None  # what this step leaves for the next one (f at its end)
     stages: Sequence[Tensors] = ()  # what an interpolant is made of
-    evidence: Sequence[Sequence[Tensor]] = ()  # f - v at one or two reflects, where it was asked for (watch.py)
+    residuals: Sequence[Sequence[Tensor]] = ()  # f - v at one or two reflects, where it was asked for (watch.py)
 
 
 class Cotangent:
@@ -130,7 +130,7 @@ class Solver(ABC):
     """A one-step method. An immutable value: two solves never influence each other."""
 
     interpolates: ClassVar[bool]  # it has an interpolant as accurate as its steps
-    renewal: str | int = "never"  # when v is renewed: "auto", "never", or every so many steps
+    refresh_policy: str | int = "never"  # when v is renewed: "auto", "never", or every so many steps
     n_reflects: int = 0  # in a step
 
     @property
@@ -147,11 +147,11 @@ class Solver(ABC):
     def start(self, f: Slope, t0: Time, z0: Tensors, arithmetic: Any) -> tuple[State, Tensors | None]:
         """The first state, arithmetic.of(z0) with its v, and the carry, from one evaluation of f."""
 
-    def renew(self, f: Slope, t: Time, state: State, carry: Tensors | None) -> State:
+    def refresh_slope(self, f: Slope, t: Time, state: State, carry: Tensors | None) -> State:
         """v anew from z, as `start` makes it."""
         raise AssertionError("a solver without v has nothing to refresh")
 
-    def pull_renewal(self, f: Field, t: Time, state: State, a: Cotangent) -> tuple[State, Time | None]:
+    def pull_refresh(self, f: Field, t: Time, state: State, a: Cotangent) -> tuple[State, Time | None]:
         """Take `a` from behind a refresh to before it; the renewed state and dL/dt."""
         raise AssertionError("a solver without v has nothing to refresh")
 
@@ -165,7 +165,14 @@ class Solver(ABC):
 
     @abstractmethod
     def step(
-        self, f: Slope, t0: Time, t1: Time, state: State, carry: Tensors | None, adaptive: bool, watched: bool = False
+        self,
+        f: Slope,
+        t0: Time,
+        t1: Time,
+        state: State,
+        carry: Tensors | None,
+        adaptive: bool,
+        with_residuals: bool = False,
     ) -> Attempt:
         """psi over [t0, t1]; leaves `state` as it is. adaptive: with an error estimate. watched: with evidence."""
 
@@ -198,5 +205,5 @@ class ReversibleSolver(Solver):
 
     @property
     @abstractmethod
-    def lifts(self) -> bool:
+    def is_exact_on_integers(self) -> bool:
         """Whether each of its moves adds a function of one half of the state to the other: exact on integers."""

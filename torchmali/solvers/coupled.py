@@ -67,13 +67,20 @@ class Reversible(ReversibleSolver):
         assert carry is not None
         return carry
 
-    def pull_renewal(self, f: Field, t: Time, state: State, a: Cotangent) -> tuple[State, Time | None]:
+    def pull_refresh(self, f: Field, t: Time, state: State, a: Cotangent) -> tuple[State, Time | None]:
         torch._foreach_add_(a.z, a.v)
         torch._foreach_zero_(a.v)
         return state.with_slope(state.point), None
 
     def step(
-        self, f: Slope, t0: Time, t1: Time, state: State, carry: Tensors | None, adaptive: bool, watched: bool = False
+        self,
+        f: Slope,
+        t0: Time,
+        t1: Time,
+        state: State,
+        carry: Tensors | None,
+        adaptive: bool,
+        with_residuals: bool = False,
     ) -> Attempt:
         z = state.slope
         forth = self.base.step(f, t0, t1, state.of(z), carry, adaptive)
@@ -142,7 +149,7 @@ class Reversible(ReversibleSolver):
         return 1 / self.coupling
 
     @property
-    def lifts(self) -> bool:
+    def is_exact_on_integers(self) -> bool:
         return False
 
 

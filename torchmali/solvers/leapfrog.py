@@ -32,7 +32,7 @@ class Scheme(NamedTuple):
 
     first: float  # coefficient of the first drift
     rest: tuple[tuple[float, float], ...]  # (node of a reflect, coefficient of the drift after it)
-    evidence: tuple[int, ...]  # reflects at which f - v is looked at: between them the parasite changes its sign
+    residuals: tuple[int, ...]  # reflects at which f - v is looked at: between them the parasite changes its sign
     error_order: int
 
     @staticmethod
@@ -105,7 +105,7 @@ class ALF(ReversibleSolver):
             raise InvalidOptionError(f'ALF(refresh={refresh!r}): "auto", "never", or a number of steps.')
 
     @property
-    def renewal(self) -> str | int:
+    def refresh_policy(self) -> str | int:
         damped = self.eta != 1 and self.refresh == "auto"  # damping does what a refresh is for
         return "never" if damped else self.refresh
 
@@ -118,30 +118,37 @@ class ALF(ReversibleSolver):
         return SCHEMES[self.order].error_order
 
     def start(self, f: Slope, t0: Time, z0: Tensors, arithmetic: Any) -> tuple[State, Tensors | None]:
-        return self.renew(f, t0, arithmetic.of(z0), None), None
+        return self.refresh_slope(f, t0, arithmetic.of(z0), None), None
 
     def slope(self, state: State, carry: Tensors | None) -> Tensors:
         return state.slope
 
-    def renew(self, f: Slope, t: Time, state: State, carry: Tensors | None) -> State:
+    def refresh_slope(self, f: Slope, t: Time, state: State, carry: Tensors | None) -> State:
         return state.with_slope(f(t, state.point) if carry is None else carry)
 
-    def pull_renewal(self, f: Field, t: Time, state: State, a: Cotangent) -> tuple[State, Time | None]:
+    def pull_refresh(self, f: Field, t: Time, state: State, a: Cotangent) -> tuple[State, Time | None]:
         u, g, g_t = f.linearize(t, state.point, a.v)
         accumulate(a.sums, g)
         torch._foreach_zero_(a.v)
         return state.with_slope(u), g_t
 
     def step(
-        self, f: Slope, t0: Time, t1: Time, state: State, carry: Tensors | None, adaptive: bool, watched: bool = False
+        self,
+        f: Slope,
+        t0: Time,
+        t1: Time,
+        state: State,
+        carry: Tensors | None,
+        adaptive: bool,
+        with_residuals: bool = False,
     ) -> Attempt:
         h, eta, (first, rest, ends, _) = t1 - t0, self.eta, SCHEMES[self.order]
-        v_in, evidence = state.slope if adaptive else (), []
+        v_in, residuals = state.slope if adaptive else (), []
         state = state.fork().drift(first * h)
         for j, (node, c) in enumerate(rest):
             u = f(t0 + node * h, state.point)
-            if watched and j in ends:
-                evidence.append(added(u, state.slope, -1.0))
+            if with_residuals and j in ends:
+                residuals.append(added(u, state.slope, -1.0))
             state = state.reflect(u, eta).drift(c * h)
         error = end = None
         if adaptive and self.order == 2:
@@ -152,7 +159,7 @@ class ALF(ReversibleSolver):
             end = f(t1, state.point)
             f_in = v_in if carry is None else carry
             error = combine(None, (h, -h, -h, h), (state.slope, end, v_in, f_in))
-        return Attempt(state, error, end, evidence=evidence)
+        return Attempt(state, error, end, residuals=residuals)
 
     def inverse(self, f: Slope, t0: Time, t1: Time, state: State) -> State:
         h, (first, rest, _, _) = t1 - t0, SCHEMES[self.order]
@@ -214,7 +221,7 @@ class ALF(ReversibleSolver):
         return 1 / abs(1 - 2 * self.eta)
 
     @property
-    def lifts(self) -> bool:
+    def is_exact_on_integers(self) -> bool:
         return self.eta == 1
 
 

@@ -70,7 +70,14 @@ class RungeKutta(Solver):
         return carry
 
     def step(
-        self, f: Slope, t0: Time, t1: Time, state: State, carry: Tensors | None, adaptive: bool, watched: bool = False
+        self,
+        f: Slope,
+        t0: Time,
+        t1: Time,
+        state: State,
+        carry: Tensors | None,
+        adaptive: bool,
+        with_residuals: bool = False,
     ) -> Attempt:
         tableau, h, z = self.tableau, t1 - t0, state.point
         k = self.stages(f, t0, t1, z, carry)

@@ -15,14 +15,14 @@ from torchmali.state.vectors import Tensors
 S = TypeVar("S", bound="State")
 
 
-class Memento(NamedTuple):
+class Snapshot(NamedTuple):
     """A state put away: its tensors, and whatever else is needed to bring it back."""
 
     tensors: Tensors
     form: Any
 
 
-class Drift(NamedTuple):
+class RebuildError(NamedTuple):
     """How far a rebuilt state is from the one that was there, relative to its scale.
 
     The scale of a component is the larger of |z| and of the change that v makes of it, so that a component which passes
@@ -35,14 +35,14 @@ class Drift(NamedTuple):
     row: float  # the worst component, on the scale of the largest in its row
 
 
-class Fit(NamedTuple):
+class RangeVerdict(NamedTuple):
     """How the numbers of the latest steps fit the range of a bounded state."""
 
-    misfit: Any = None  # why they do not: then nothing of them can be trusted
+    overflow: Any = None  # why they do not: then nothing of them can be trusted
     changes: Sequence[Any] = ()  # of the grid, for `rescaled`, before the next step
 
 
-FITS = Fit()
+IN_RANGE = RangeVerdict()
 
 
 class State(ABC):
@@ -61,7 +61,7 @@ class State(ABC):
     def of(cls: type[S], z: Tensors) -> S:
         """A state at z, without v."""
 
-    def begun_at(self: S, z: Tensors) -> S:
+    def started_at(self: S, z: Tensors) -> S:
         """The state without v at the beginning of the solve that led here."""
         return self.of(z)
 
@@ -85,12 +85,12 @@ class State(ABC):
         """v <- (v - 2 eta u) / (1 - 2 eta), which is a reflect with another eta."""
         return self.reflect(u, eta / (2 * eta - 1))
 
-    def put_away(self) -> Memento:
-        return Memento((*self.point, *self.slope), len(self.point))
+    def snapshot(self) -> Snapshot:
+        return Snapshot((*self.point, *self.slope), len(self.point))
 
-    def put_away_before_refresh(self) -> Memento:
+    def snapshot_before_refresh(self) -> Snapshot:
         """What `back_to` needs where v is renewed and z stays."""
-        return self.put_away()
+        return self.snapshot()
 
     def range(self) -> Any:
         """What watches over the range of the numbers in one solve (grid.Range); None: floats need nobody."""
@@ -100,23 +100,23 @@ class State(ABC):
         """An arithmetic with which to begin the solve anew, where this first state asks for it."""
         return None
 
-    def rescaled(self: S, change: Any) -> tuple[S, Memento]:
+    def rescaled(self: S, change: Any) -> tuple[S, Snapshot]:
         """On another scale, and what fell off."""
         raise AssertionError("floats are not bounded")
 
-    def unscaled(self: S, change: Any, lost: Memento) -> S:
+    def unscaled(self: S, change: Any, lost: Snapshot) -> S:
         """`rescaled` undone."""
         raise AssertionError("floats are not bounded")
 
     @classmethod
     @abstractmethod
-    def restore(cls: type[S], kept: Memento) -> S:
+    def restore(cls: type[S], kept: Snapshot) -> S:
         """The state that was put away."""
 
-    def back_to(self: S, kept: Memento) -> S:
+    def back_to(self: S, kept: Snapshot) -> S:
         """The state that was put away where this one, rebuilt, is again."""
         return self.restore(kept)
 
     @abstractmethod
-    def distance(self: S, truth: S, end: S, span: float, limits: tuple[float, float] = (0.0, 0.0)) -> Drift:
+    def distance(self: S, truth: S, end: S, span: float, limits: tuple[float, float] = (0.0, 0.0)) -> RebuildError:
         """How far (z, v) is from the truth, where v counts as a change of z by span v. limits: those of `Drift`."""

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from torchmali.state.base import FITS, Drift, Fit, Memento, State
+from torchmali.state.base import IN_RANGE, RangeVerdict, RebuildError, Snapshot, State
 from torchmali.state.floats import Floats
 from torchmali.state.integers import (
     BITS,
@@ -66,7 +66,7 @@ LIMIT = {torch.int32: 0.99 * 2**30, torch.int64: 0.99 * 2**62}  # two numbers be
 PERIOD = 8  # steps between two readings of the range, reflects between two looks at the mixture of scales
 
 
-class Grid(State):
+class FixedPoint(State):
     """Moves out of place, each on fresh tensors: a fork is free. z keeps the memory layout of y0."""
 
     __slots__ = (
@@ -110,7 +110,7 @@ class Grid(State):
     @classmethod
     def of(
         cls, z: Tensors, wide: bool = False, span: float = 1.0, finer: Mapping[int, Exponents] | None = None
-    ) -> Grid:
+    ) -> FixedPoint:
         """wide: int64 for float32 leaves, too. finer: s for leaves that mix scales."""
         finer = finer or {}
         words = [torch.int64 if wide else WORDS[x.dtype] for x in z]
@@ -120,18 +120,18 @@ class Grid(State):
         grid.z_sizes, grid.given = sizes, z
         return grid
 
-    def begun_at(self, z: Tensors) -> Grid:
-        return Grid.of(z, self._is_wide, self.span, self.finer)
+    def started_at(self, z: Tensors) -> FixedPoint:
+        return FixedPoint.of(z, self._is_wide, self.span, self.finer)
 
     @property
     def _is_wide(self) -> bool:
         return any(x.dtype != WORDS[real] for x, real in zip(self.z, self.reals, strict=True))
 
-    def with_slope(self, v: Tensors) -> Grid:
+    def with_slope(self, v: Tensors) -> FixedPoint:
         words = [x.dtype for x in self.z]
         fine = [times_power(x, self.finer[i].v) if i in self.finer else x for i, x in enumerate(v)]
         k, sizes = spacings(fine, words)
-        grid = Grid(self.z, quantised(fine, k, words), self.kz, k, self.reals, self.span, self.finer)
+        grid = FixedPoint(self.z, quantised(fine, k, words), self.kz, k, self.reals, self.span, self.finer)
         grid.z_sizes, grid.v_sizes, grid.given = self.z_sizes, sizes, (*self.given, *v)
         return grid
 
@@ -157,12 +157,12 @@ class Grid(State):
     def _floats(self, x: Tensors, factors: Sequence[Factor]) -> list[Tensor]:
         return [factor.times_(leaf.type(real)) for leaf, factor, real in zip(x, factors, self.reals, strict=True)]
 
-    def fork(self) -> Grid:
-        fork = Grid(self.z, self.v, self.kz, self.kv, self.reals, self.span, self.finer)
+    def fork(self) -> FixedPoint:
+        fork = FixedPoint(self.z, self.v, self.kz, self.kv, self.reals, self.span, self.finer)
         fork.seen, fork._steps_of_z, fork._factors = Seen(), self._steps_of_z, self._factors
         return fork
 
-    def drift(self, e: float) -> Grid:
+    def drift(self, e: float) -> FixedPoint:
         moved, steps = [], self._steps_of_z or [(-1.0, z) for z in self.z]
         for i, (z, v, real) in enumerate(zip(self.z, self.v, self.reals, strict=True)):
             time = abs(e) if real is torch.float64 else single(abs(e))
@@ -179,7 +179,7 @@ class Grid(State):
             self.seen.time += abs(e)
         return self
 
-    def reflect(self, u: Tensors, eta: float) -> Grid:
+    def reflect(self, u: Tensors, eta: float) -> FixedPoint:
         assert eta == 1
         turned, seen = [], self.seen
         for i, (x, v, factor) in enumerate(zip(u, self.v, self.factors.reflect, strict=True)):
@@ -199,7 +199,7 @@ class Grid(State):
     def range(self) -> Range:
         return Range(self)
 
-    def begins_again(self) -> GridArithmetic | None:
+    def begins_again(self) -> FixedPointArithmetic | None:
         """How to begin anew, where leaves mix scales and have no exponents for their elements yet. One host read."""
         n, leaves = len(self.z), [i for i in self.can_mix if i not in self.finer]
         # Of the floats: what is too small for the grid is zero on it.
@@ -218,9 +218,9 @@ class Grid(State):
             z, v = given[i]
             s_of_z, s_of_v = exponents_for(z, v * self.span), exponents_for(v, z / self.span)
             finer[i] = Exponents(s_of_z, s_of_v)
-        return GridArithmetic(self._is_wide, self.span, finer)
+        return FixedPointArithmetic(self._is_wide, self.span, finer)
 
-    def rescaled(self, change: Change) -> tuple[Grid, Memento]:
+    def rescaled(self, change: Change) -> tuple[FixedPoint, Snapshot]:
         if isinstance(change, Spread):
             z, v = [x.abs() for x in self.point], [x.abs() for x in self.slope]
             if self.seen is not None and self.seen.last_u:
@@ -232,7 +232,7 @@ class Grid(State):
         if isinstance(change, Widening):
             words = [torch.int64 if i in change.leaves else x.dtype for i, x in enumerate(self.z)]
             wide = [x.to(word) << b for x, word, b in zip((*self.z, *self.v), words * 2, change.bits, strict=True)]
-            return self._on(wide, change.bits), Memento((), None)
+            return self._on(wide, change.bits), Snapshot((), None)
         tensors, lost, coarse = [], [], None
         for x, b in zip((*self.z, *self.v), change, strict=True):
             if b > 0:  # rounded, not cut off: a bias would add up
@@ -240,9 +240,9 @@ class Grid(State):
                 fallen = x - (coarse << b)
                 lost.append(fallen.to(torch.int8) if b <= 8 else fallen)
             tensors.append(coarse if b > 0 else x << -b)
-        return self._on(tensors, [-b for b in change]), Memento(tuple(lost), None)
+        return self._on(tensors, [-b for b in change]), Snapshot(tuple(lost), None)
 
-    def unscaled(self, change: Change, lost: Memento) -> Grid:
+    def unscaled(self, change: Change, lost: Snapshot) -> FixedPoint:
         if isinstance(change, Spread):
             return self._unshifted(change, lost.tensors)
         if isinstance(change, Widening):
@@ -254,13 +254,13 @@ class Grid(State):
             tensors.append((x << b) + next(fallen) if b > 0 else x >> -b)
         return self._on(tensors, change)
 
-    def _on(self, tensors: Sequence[Tensor], change: Sequence[int]) -> Grid:
+    def _on(self, tensors: Sequence[Tensor], change: Sequence[int]) -> FixedPoint:
         n = len(self.z)
         k = [k + more for k, more in zip((*self.kz, *self.kv), change, strict=True)]
         kz, kv = tuple(k[:n]), tuple(k[n:])
-        return Grid(tuple(tensors[:n]), tuple(tensors[n:]), kz, kv, self.reals, self.span, self.finer)
+        return FixedPoint(tuple(tensors[:n]), tuple(tensors[n:]), kz, kv, self.reals, self.span, self.finer)
 
-    def fitted(self, peaks: Peaks, misfit: Misfit, margin: int) -> Fitted | None:
+    def regridded(self, peaks: Peaks, overflow: Overflow, margin: int) -> Regridded | None:
         """On a grid on which numbers as large as `peaks` fit, with `margin` bits to spare; None: there is none."""
         n, leaves = len(self.z), [i for i, z in enumerate(self.z) if z.numel()]
         real = max(self.reals, key=lambda real: real.itemsize)
@@ -272,14 +272,14 @@ class Grid(State):
         sizes, bits, wide, by_element = iter(found), [0] * (2 * n), [], []
         for i in leaves:
             spare = self._spare(i)
-            are_blank = [j in misfit.blank for j in (i, n + i)]
+            are_blank = [j in overflow.blank for j in (i, n + i)]
             needs = [
                 self._need(next(sizes), k[i], i, margin, is_blank)
                 for k, is_blank in zip((self.kz, self.kv), are_blank, strict=True)
             ]
             lost = [need for need, is_blank in zip(needs, are_blank, strict=True) if not is_blank]
             hurts = self.z[i].numel() > 1 and max(lost, default=0) > spare  # the elements that stay small
-            if i in self.finer or i in misfit.mixed or hurts:
+            if i in self.finer or i in overflow.mixed or hurts:
                 by_element.append(i)
             else:
                 bits[i], bits[n + i] = needs
@@ -288,7 +288,7 @@ class Grid(State):
         exploding, far = self._exploding(shifts)
         wide += exploding
         if wide:
-            return self._widened(wide, peaks, misfit, margin)
+            return self._widened(wide, peaks, overflow, margin)
         grid, undo = self, []
         if any(bits):
             grid, lost = grid.rescaled(tuple(bits))
@@ -297,9 +297,9 @@ class Grid(State):
             change = Spread(tuple(shifts), tuple(i for i in shifts if i not in self.finer))
             grid, lost = grid._shifted(shifts, far)
             undo.append((change, lost))
-        return Fitted(grid, undo)
+        return Regridded(grid, undo)
 
-    def _widened(self, leaves: Sequence[int], peaks: Peaks, misfit: Misfit, margin: int) -> Fitted | None:
+    def _widened(self, leaves: Sequence[int], peaks: Peaks, overflow: Overflow, margin: int) -> Regridded | None:
         """`fitted`, with int64 for these leaves."""
         if any(self.z[i].dtype is torch.int64 for i in leaves):
             return None
@@ -307,8 +307,8 @@ class Grid(State):
         room = [max(0, min(more, FINEST[self.reals[j % n]] - k)) for j, k in enumerate((*self.kz, *self.kv))]
         change = Widening(tuple(leaves), tuple(b if j % n in leaves else 0 for j, b in enumerate(room)))
         grid, lost = self.rescaled(change)
-        fitted = grid.fitted(peaks, misfit, margin)
-        return None if fitted is None else Fitted(fitted.grid, [(change, lost), *fitted.undo])
+        regridded = grid.regridded(peaks, overflow, margin)
+        return None if regridded is None else Regridded(regridded.grid, [(change, lost), *regridded.undo])
 
     def _spare(self, i: int) -> int:
         """Bits of the largest element beyond a float's mantissa."""
@@ -356,7 +356,9 @@ class Grid(State):
         exploding = [i for i, b in zip(shifts, found, strict=False) if b > self._spare(i) + MOST[self.reals[i]]]
         return exploding, [i for i, b in zip(shifts, found[len(shifts) :], strict=True) if b > 8]
 
-    def _shifted(self, shifts: Mapping[int, tuple[Tensor, Tensor]], far: Collection[int] = ()) -> tuple[Grid, Memento]:
+    def _shifted(
+        self, shifts: Mapping[int, tuple[Tensor, Tensor]], far: Collection[int] = ()
+    ) -> tuple[FixedPoint, Snapshot]:
         """far: leaves that lose more than 8 bits."""
         z, v, finer, kept = list(self.z), list(self.v), dict(self.finer), []
         for i, (bz, bv) in shifts.items():
@@ -366,9 +368,11 @@ class Grid(State):
             small, word = EXPONENT[self.reals[i]], z[i].dtype if i in far else torch.int8
             finer[i] = Exponents((s.z - bz).to(small), (s.v - bv).to(small))
             kept += [bz.to(torch.int16), bv.to(torch.int16), lost_z.to(word), lost_v.to(word)]
-        return Grid(tuple(z), tuple(v), self.kz, self.kv, self.reals, self.span, finer), Memento(tuple(kept), None)
+        return FixedPoint(tuple(z), tuple(v), self.kz, self.kv, self.reals, self.span, finer), Snapshot(
+            tuple(kept), None
+        )
 
-    def _unshifted(self, change: Spread, kept: Tensors) -> Grid:
+    def _unshifted(self, change: Spread, kept: Tensors) -> FixedPoint:
         z, v, finer = list(self.z), list(self.v), dict(self.finer)
         for j, i in enumerate(change.leaves):
             bz, bv, lost_z, lost_v = kept[4 * j : 4 * j + 4]
@@ -377,7 +381,7 @@ class Grid(State):
             finer[i] = Exponents((finer[i].z + bz).to(small), (finer[i].v + bv).to(small))
             if i in change.fresh:
                 del finer[i]
-        return Grid(tuple(z), tuple(v), self.kz, self.kv, self.reals, self.span, finer)
+        return FixedPoint(tuple(z), tuple(v), self.kz, self.kv, self.reals, self.span, finer)
 
     @property
     def can_mix(self) -> list[int]:
@@ -421,39 +425,41 @@ class Grid(State):
             found += [i] if is_mixed else []
         return found
 
-    def put_away(self) -> Memento:
-        return Memento((*self.z, *self.v, *[x for s in self.finer.values() for x in s]), self._form(self.kz))
+    def snapshot(self) -> Snapshot:
+        return Snapshot((*self.z, *self.v, *[x for s in self.finer.values() for x in s]), self._form(self.kz))
 
-    def put_away_before_refresh(self) -> Memento:
-        return Memento(self.v, self._form(()))  # z is rebuilt to the bit
+    def snapshot_before_refresh(self) -> Snapshot:
+        return Snapshot(self.v, self._form(()))  # z is rebuilt to the bit
 
-    def _form(self, kz: tuple[int, ...]) -> GridForm:
-        return GridForm(kz, self.kv, self.reals, self.span, tuple(self.finer))
+    def _form(self, kz: tuple[int, ...]) -> FixedPointForm:
+        return FixedPointForm(kz, self.kv, self.reals, self.span, tuple(self.finer))
 
     @classmethod
-    def restore(cls, kept: Memento) -> Grid:
+    def restore(cls, kept: Snapshot) -> FixedPoint:
         kz, kv, reals, span, spread = kept.form
         n = len(kz)
         s = kept.tensors[2 * n :]
         finer = {i: Exponents(*pair) for i, *pair in zip(spread, s[::2], s[1::2], strict=True)}
         return cls(kept.tensors[:n], kept.tensors[n : 2 * n], kz, kv, reals, span, finer)
 
-    def back_to(self, kept: Memento) -> Grid:
+    def back_to(self, kept: Snapshot) -> FixedPoint:
         if kept.form.kz:
             return self.restore(kept)
-        return Grid(self.z, kept.tensors, self.kz, kept.form.kv, self.reals, self.span, self.finer)
+        return FixedPoint(self.z, kept.tensors, self.kz, kept.form.kv, self.reals, self.span, self.finer)
 
-    def distance(self, truth: Grid, end: Grid, span: float, limits: tuple[float, float] = (0.0, 0.0)) -> Drift:
+    def distance(
+        self, truth: FixedPoint, end: FixedPoint, span: float, limits: tuple[float, float] = (0.0, 0.0)
+    ) -> RebuildError:
         """0 where all bits agree, of z and of v, else infinite."""
-        mine, other = self.put_away(), truth.put_away()
+        mine, other = self.snapshot(), truth.snapshot()
         agree = mine.form == other.form
         if agree:
             differ = [(x != y).any() for x, y in zip(mine.tensors, other.tensors, strict=True)]
             agree = not bool(torch.stack(differ).any())  # the one host read
-        return Drift(*[0.0 if agree else math.inf] * 4)
+        return RebuildError(*[0.0 if agree else math.inf] * 4)
 
 
-class GridForm(NamedTuple):
+class FixedPointForm(NamedTuple):
     """What a Grid is beside its tensors."""
 
     kz: tuple[int, ...]  # empty where z was not put away
@@ -464,15 +470,15 @@ class GridForm(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class GridArithmetic:
+class FixedPointArithmetic:
     """How a solve on integers begins."""
 
     wide: bool
     span: float
     finer: Mapping[int, Exponents] = field(default_factory=dict)
 
-    def of(self, z: Tensors) -> Grid:
-        return Grid.of(z, self.wide, self.span, self.finer)
+    def of(self, z: Tensors) -> FixedPoint:
+        return FixedPoint.of(z, self.wide, self.span, self.finer)
 
 
 class Spread(NamedTuple):
@@ -493,18 +499,18 @@ class Widening(NamedTuple):
 Change: TypeAlias = "tuple[int, ...] | Spread | Widening"
 
 
-class Misfit(NamedTuple):
+class Overflow(NamedTuple):
     """What a grid did not suit, beside numbers that are too large."""
 
     mixed: Collection[int] = ()  # leaves that mix scales
     blank: Collection[int] = ()  # tensors of z and v that are zero when a step begins
 
 
-class Fitted(NamedTuple):
+class Regridded(NamedTuple):
     """A grid on which a step fits."""
 
-    grid: Grid
-    undo: list[tuple[Change, Memento]]  # what was changed, in order, and what fell off
+    grid: FixedPoint
+    undo: list[tuple[Change, Snapshot]]  # what was changed, in order, and what fell off
 
 
 class Peaks(Floats):
@@ -555,7 +561,7 @@ class Range:
     below it. What was added is at most the largest v times the time for which it moved z.
     """
 
-    def __init__(self, state: Grid):
+    def __init__(self, state: FixedPoint):
         self.sizes = [*state.z_sizes, *state.v_sizes]  # at the last reading
         self.furthest = [0.0] * len(state.z)  # by how many bits z's elements are finer than v's, at most, beside k
         if state.finer:
@@ -563,9 +569,9 @@ class Range:
         self.steps: list[Seen] = []  # since the last reading
         self.n_singly = 0  # steps to come that are read one by one
         self.n_reflects = PERIOD  # since the last look at the mixture of scales: the first reading is one
-        self.is_fitted = False  # the grid was made for the step to come
+        self.is_regridded = False  # the grid was made for the step to come
 
-    def measure(self, state: Grid) -> None:
+    def measure(self, state: FixedPoint) -> None:
         """Read how large z and v are on a grid that has changed."""
         real, n = max(state.reals, key=lambda real: real.itemsize), len(state.z)
         ends = [end for x in (*state.z, *state.v) for end in extremes(x)]
@@ -574,7 +580,7 @@ class Range:
         self.sizes, furthest = magnitudes(values[: 4 * n], 2 * n), dict(zip(state.finer, values[4 * n :], strict=True))
         self.furthest = [furthest.get(i, 0.0) for i in range(n)]
 
-    def renew(self, state: Grid) -> None:
+    def refresh_slope(self, state: FixedPoint) -> None:
         """v is on a new grid."""
         self.sizes = [*self.sizes[: len(state.z)], *state.v_sizes]
 
@@ -586,7 +592,7 @@ class Range:
     @mark.setter
     def mark(self, mark: tuple[list[float], list[float]]) -> None:
         self.sizes, self.furthest = mark
-        self.steps, self.is_fitted = [], False
+        self.steps, self.is_regridded = [], False
 
     @property
     def n_steps(self) -> int:
@@ -597,7 +603,7 @@ class Range:
     def is_due(self) -> bool:
         return len(self.steps) >= PERIOD or self.n_singly > 0
 
-    def add(self, state: Grid) -> None:
+    def add(self, state: FixedPoint) -> None:
         """A step that was taken, of which nothing is known yet."""
         assert state.seen is not None
         if self.steps:
@@ -609,7 +615,7 @@ class Range:
     def _looks_at_mixture(self) -> bool:
         return self.n_reflects >= PERIOD or self.n_singly > 0
 
-    def signs(self, state: Grid) -> Tensor:
+    def signs(self, state: FixedPoint) -> Tensor:
         """What has to be read to judge the steps that were added, the last of which led to `state`."""
         real = max(state.reals, key=lambda real: real.itemsize)
         u = [end for step in self.steps for end in step.u]
@@ -619,13 +625,13 @@ class Range:
             parts += _signs_of_mixture(state, real)
         return torch.cat(parts)
 
-    def judge(self, state: Grid, values: list[float]) -> Fit:
+    def judge(self, state: FixedPoint, values: list[float]) -> RangeVerdict:
         met, left = self._met(state, values)
         n, words = len(state.z), [x.dtype for x in (*state.z, *state.v)]
         if not all(peak <= LIMIT[word] for peak, word in zip(map(max_or_nan, met, left), words, strict=True)):
-            return Fit(Misfit())  # nan, too: perhaps of numbers that wrapped round
+            return RangeVerdict(Overflow())  # nan, too: perhaps of numbers that wrapped round
         began = zip(self.sizes, met, strict=True)
-        was_blank = not self.is_fitted and any(not size and added > 0 for size, added in began)
+        was_blank = not self.is_regridded and any(not size and added > 0 for size, added in began)
         signs = values[len(values) - 3 * len(state.can_mix) :]
         mixed = state.mixed(state.can_mix, signs) if self._looks_at_mixture else []
         bits = self._bits(state, left, words)
@@ -633,16 +639,16 @@ class Range:
         if any(i in state.can_mix for i in coarser) and not self._looks_at_mixture:
             real = max(state.reals, key=lambda real: real.itemsize)
             mixed = state.mixed(state.can_mix, torch.cat(_signs_of_mixture(state, real)).tolist())
-        fresh = [] if self.is_fitted else [i for i in mixed if i not in state.finer]
+        fresh = [] if self.is_regridded else [i for i in mixed if i not in state.finer]
         if was_blank or fresh:
-            return Fit(Misfit(fresh))
+            return RangeVerdict(Overflow(fresh))
         spread = tuple(sorted({i for i in (*mixed, *coarser) if i in state.finer}))
         bits = tuple(0 if j % n in state.finer else b for j, b in enumerate(bits))
         changes: list[Change] = [bits] if any(bits) else []
         changes += [Spread(spread, ())] if spread else []
-        return Fit(None, changes) if changes else FITS
+        return RangeVerdict(None, changes) if changes else IN_RANGE
 
-    def _bits(self, state: Grid, left: Sequence[float], words: Sequence[torch.dtype]) -> list[int]:
+    def _bits(self, state: FixedPoint, left: Sequence[float], words: Sequence[torch.dtype]) -> list[int]:
         """By how many bits each tensor should be coarser (finer: negative) for the next steps."""
         bits = []
         for size, word, k, real in zip(left, words, (*state.kz, *state.kv), state.reals * 2, strict=True):
@@ -650,7 +656,7 @@ class Range:
             bits.append(b if b > 1 or b < -FINER else 0)
         return bits
 
-    def _met(self, state: Grid, values: list[float]) -> tuple[list[float], list[float]]:
+    def _met(self, state: FixedPoint, values: list[float]) -> tuple[list[float], list[float]]:
         """At most this was added to z, and the largest of 2 u and v; and the sizes of z and v in the end."""
         n, n_ends = len(state.z), sum([len(step.u) for step in self.steps])
         u, v, z = values[:n_ends], values[n_ends : 2 * n_ends], values[2 * n_ends : 2 * n_ends + 2 * n]
@@ -664,38 +670,42 @@ class Range:
         self.left = [*magnitudes(z, n), *magnitudes(v[-2 * n :], n)]
         return [*met_z, *met_v], self.left
 
-    def accept(self, state: Grid, has_changed: bool) -> None:
+    def accept(self, state: FixedPoint, has_changed: bool) -> None:
         """The steps that were judged count; they led to `state`, perhaps on another grid."""
         self.sizes = self.left
         if has_changed:
             self.measure(state)
         self.n_reflects = 0 if self._looks_at_mixture else self.n_reflects
         self.n_singly = max(0, self.n_singly - len(self.steps))
-        self.steps, self.is_fitted = [], False
+        self.steps, self.is_regridded = [], False
 
-    def refitted(self, state: Grid, misfit: Misfit | None, margin: int, step: Callable[[State], Any]) -> Fitted | None:
+    def regridded_for(
+        self, state: FixedPoint, overflow: Overflow | None, margin: int, step: Callable[[State], Any]
+    ) -> Regridded | None:
         """A state on a grid on which a step fits, for its repetition; None: there is none. Calls `step` once."""
-        fitted = self._fitted(state, misfit.mixed if misfit else (), margin, step)
-        if fitted is not None:
-            self.measure(fitted.grid)
-            self.is_fitted = True
-        return fitted
+        regridded = self._regridded(state, overflow.mixed if overflow else (), margin, step)
+        if regridded is not None:
+            self.measure(regridded.grid)
+            self.is_regridded = True
+        return regridded
 
-    def has_room(self, state: Grid, step: Callable[[State], Any]) -> bool:
+    def holds(self, state: FixedPoint, step: Callable[[State], Any]) -> bool:
         """Whether a step fits the grid as it is. Calls `step` once."""
-        fitted = self._fitted(state, (), 0, step)
-        return fitted is not None and not fitted.undo
+        regridded = self._regridded(state, (), 0, step)
+        return regridded is not None and not regridded.undo
 
-    def _fitted(self, state: Grid, mixed: Collection[int], margin: int, step: Callable[[State], Any]) -> Fitted | None:
+    def _regridded(
+        self, state: FixedPoint, mixed: Collection[int], margin: int, step: Callable[[State], Any]
+    ) -> Regridded | None:
         peaks = Peaks(state.point, state.slope)
         step(peaks)
         blank = [j for j, size in enumerate(self.sizes) if not size]
-        return state.fitted(peaks, Misfit(mixed, blank), margin)
+        return state.regridded(peaks, Overflow(mixed, blank), margin)
 
     def go_singly(self) -> None:
         """From here on the range is read after every step, for a while."""
         self.n_singly = PERIOD
 
 
-def _signs_of_mixture(state: Grid, real: torch.dtype) -> list[Tensor]:
+def _signs_of_mixture(state: FixedPoint, real: torch.dtype) -> list[Tensor]:
     return [state.signs_of_mixture(i, state.sizes(i)).to(real) for i in state.can_mix]

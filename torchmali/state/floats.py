@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torchmali.state.base import Drift, Memento, State
+from torchmali.state.base import RebuildError, Snapshot, State
 from torchmali.state.vectors import Tensors, add_, added, rows
 
 
@@ -46,17 +46,19 @@ class Floats(State):
         return self
 
     @classmethod
-    def restore(cls, kept: Memento) -> Floats:
+    def restore(cls, kept: Snapshot) -> Floats:
         return cls(kept.tensors[: kept.form], kept.tensors[kept.form :])
 
-    def distance(self, truth: Floats, end: Floats, span: float, limits: tuple[float, float] = (0.0, 0.0)) -> Drift:
+    def distance(
+        self, truth: Floats, end: Floats, span: float, limits: tuple[float, float] = (0.0, 0.0)
+    ) -> RebuildError:
         leaves = [i for i, z in enumerate(self.point) if z.numel()]
         if not leaves:
-            return Drift(0.0, 0.0, 0.0, 0.0)
+            return RebuildError(0.0, 0.0, 0.0, 0.0)
         drift = _worst([self._drift(truth, i, span, limits) for i in leaves])
         if not all(map(math.isfinite, drift)):  # perhaps of a component without a scale: 0 / 0, or more / 0
             drift = _worst([self._drift(truth, i, span, limits, end) for i in leaves])
-        return Drift(*(math.inf if math.isnan(x) else x for x in drift))
+        return RebuildError(*(math.inf if math.isnan(x) else x for x in drift))
 
     def _drift(
         self, truth: Floats, i: int, span: float, limits: tuple[float, float], end: Floats | None = None

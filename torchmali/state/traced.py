@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from torchmali.state.base import Drift, Memento, State
+from torchmali.state.base import RebuildError, Snapshot, State
 from torchmali.state.vectors import Tensors, Time, combine
 
 
@@ -33,8 +33,10 @@ class Traced(State):
         return Traced(self.point, tuple(torch._foreach_lerp(self.slope, u, 2 * eta)))
 
     @classmethod
-    def restore(cls, kept: Memento) -> Traced:
+    def restore(cls, kept: Snapshot) -> Traced:
         raise AssertionError("autograd goes back over these")
 
-    def distance(self, truth: Traced, end: Traced, span: float, limits: tuple[float, float] = (0.0, 0.0)) -> Drift:
+    def distance(
+        self, truth: Traced, end: Traced, span: float, limits: tuple[float, float] = (0.0, 0.0)
+    ) -> RebuildError:
         raise AssertionError("autograd goes back over these")

@@ -18,12 +18,10 @@ from torch import Tensor
 import torchmali as tm
 from experiments.runner import Config, Run
 from experiments.stability import Problem, forward, mlp, relative, significant, van_der_pol, walk_back
-from torchmali.controllers import ControllerState, Start, StepController
+from torchmali.controllers import Pace, Start, StepController
 from torchmali.solvers.base import Attempt
-from torchmali.state.base import State
-from torchmali.state.vectors import Time, number
+from torchmali.state import State, Structure, Time, number
 from torchmali.tape import Refresh
-from torchmali.tree import Structure
 
 
 @dataclass(frozen=True)
@@ -76,18 +74,18 @@ class Recorded(StepController):
     trials: list[Trial] = field(default_factory=list)
     adaptive = True
 
-    def ends_on_outputs(self, solver: tm.Solver) -> bool:
-        return self.controller.ends_on_outputs(solver)
+    def lands(self, solver: tm.Solver) -> bool:
+        return self.controller.lands(solver)
 
     def bind(self, structure: Structure) -> Recorded:
         return replace(self, controller=self.controller.bind(structure))
 
-    def begin(self, start: Start) -> ControllerState:
-        return _Recorder(self.controller.begin(start), self.trials)
+    def pace(self, start: Start) -> Pace:
+        return _Recorder(self.controller.pace(start), self.trials)
 
 
-class _Recorder(ControllerState):
-    def __init__(self, inner: ControllerState, trials: list[Trial]):
+class _Recorder(Pace):
+    def __init__(self, inner: Pace, trials: list[Trial]):
         self.inner, self.trials, self.controlled = inner, trials, inner.controlled
         self.z0 = math.nan
 

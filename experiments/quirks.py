@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torchmali.controllers import AdaptiveStep, ControllerState, Start, _AdaptiveState
+from torchmali.controllers import AdaptiveStep, Pace, Start, _AdaptivePace
 from torchmali.solvers.base import Attempt
-from torchmali.state.vectors import Time
+from torchmali.state import Time
 
 
 @dataclass(frozen=True)
 class UnguardedLastStep(AdaptiveStep):
     """What is left when a step would pass the end is done in one step whose error nobody looks at."""
 
-    def begin(self, start: Start) -> ControllerState:
+    def pace(self, start: Start) -> Pace:
         return _UnguardedPace(self, start)
 
 
-class _UnguardedPace(_AdaptiveState):
+class _UnguardedPace(_AdaptivePace):
     def next(self, t: Time, target: Time) -> Time:
         return target if abs(target - t) <= abs(self.h) else t + self.h
 

@@ -21,12 +21,8 @@ from experiments.runner import Config, Run
 from torchmali.controllers import StepController
 from torchmali.integrate import integrate
 from torchmali.solvers.base import Slope
-from torchmali.state.base import State
-from torchmali.state.floats import Floats
-from torchmali.state.traced import Traced
-from torchmali.state.vectors import Time
+from torchmali.state import Floats, State, Structure, Time, Traced
 from torchmali.tape import Refresh, Rescale, Step, Tape
-from torchmali.tree import Structure
 
 DIGITS = 6
 
@@ -455,7 +451,7 @@ def replayed_gradient(problem: Problem, solver: tm.Solver, tape: Tape) -> Tensor
     f, state = problem._replace(theta=tuple(inputs[1:])).slope, Traced.of((inputs[0],))
     for event in tape.events:
         if isinstance(event, Refresh):
-            state = solver.refresh_slope(f, event.t, state, None)
+            state = solver.renew(f, event.t, state, None)
         elif isinstance(event, Step):
             state = solver.step(f, event.t0, event.t1, state, None, adaptive=False).state
     return torch.cat([g.flatten() for g in torch.autograd.grad((state.point[0] ** 2).sum(), inputs)])

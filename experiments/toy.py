@@ -21,8 +21,8 @@ from torch import Tensor
 import torchmali as tm
 from experiments.runner import Config, Run
 from torchmali.integrate import integrate
+from torchmali.state import Structure
 from torchmali.tape import Refresh, Step
-from torchmali.tree import Structure
 
 Z0 = 1.0
 

@@ -26,13 +26,13 @@ class Steps(Protocol):
     def unsafe_damping(self) -> bool: ...
 
 
-class BackwardPass(NamedTuple):
+class Way(NamedTuple):
     solver: tm.Solver
     controller: tm.StepController
     gradient: tm.GradientMethod
 
 
-def way(config: Steps, naive: tm.Solver, adaptive: tuple[str, ...] = ADAPTIVE) -> BackwardPass:
+def way(config: Steps, naive: tm.Solver, adaptive: tuple[str, ...] = ADAPTIVE) -> Way:
     """naive: the solver that is backpropagated through. adaptive: methods with rtol and atol; the others take h."""
     mali = tm.MALI(checkpoint_every=None, unsafe_damping=True) if config.unsafe_damping else tm.MALI()
     ways: dict[str, tuple[tm.Solver, tm.GradientMethod]] = {
@@ -47,7 +47,7 @@ def way(config: Steps, naive: tm.Solver, adaptive: tuple[str, ...] = ADAPTIVE) -
     check(config, tuple(ways))
     solver, gradient = ways[config.method]
     steps = tm.AdaptiveStep(config.rtol, config.atol) if config.method in adaptive else tm.FixedStep(config.h)
-    return BackwardPass(solver, steps, gradient)
+    return Way(solver, steps, gradient)
 
 
 def check(config: Steps, methods: tuple[str, ...]) -> None:

@@ -33,7 +33,7 @@ ODES: dict[str, ODE] = {
 def main(source: str, target: str) -> None:
     torch.set_num_threads(1)
     cases = pickle.loads(Path(source).read_bytes())
-    found = [code.unwind(ODES[name].f).snapshot() for name, code in cases]
+    found = [code.start(ODES[name].f).snapshot() for name, code in cases]
     Path(target).write_bytes(pickle.dumps(found))
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import torchmali as tm
-from torchmali.controllers import ControllerState, Start
+from torchmali.controllers import ControllerState, SolveStart
 from torchmali.integrate import integrate
 from torchmali.tape import Step
 from torchmali.tree import Structure
@@ -33,7 +33,7 @@ class SameGrid(tm.StepController):
     def bind(self, structure: Structure) -> SameGrid:
         return self
 
-    def begin(self, start: Start) -> ControllerState:
+    def begin(self, start: SolveStart) -> ControllerState:
         state = _SameGridState(list(self.boundaries))
         state.controlled = range(len(start.state.point))
         return state
@@ -43,7 +43,7 @@ class _SameGridState(ControllerState):
     def __init__(self, boundaries: list[float]):
         self.boundaries, self.target = boundaries, None
 
-    def next(self, t: Any, target: Any) -> Any:
+    def next_time(self, t: Any, target: Any) -> Any:
         if target is not self.target:
             self.target, self.start = target, t
         boundary = self.boundaries.pop(0)
@@ -62,7 +62,7 @@ def recorded_grid(func, y0, times: list[float], solver: tm.Solver, controller: t
 
     z0 = tuple(z.detach() for z in structure.flatten(y0))
     controller = controller.bind(structure)
-    _, tape = integrate(f, z0, times, solver, controller, lambda k, z: None, tm.Stats())
+    tape = integrate(f, z0, times, solver, controller).tape
     boundaries = tuple(event.t1 for event in tape.events if isinstance(event, Step))
     return SameGrid(boundaries, controller.ends_on_outputs(solver))
 

@@ -428,8 +428,7 @@ def test_tensor_times_and_float_times_give_the_same_solution():
 class Scripted(Solver):
     """Steps that make the errors and the moves of y that they are told to, and none after these."""
 
-    error_order: ClassVar[int | None] = 2
-    interpolates: ClassVar[bool] = False
+    error_order: ClassVar[int | None] = 2  # type: ignore[assignment]
     order = 1  # type: ignore[assignment]
 
     def __init__(self, *errors: float, moves: Sequence[float] = ()):
@@ -438,20 +437,14 @@ class Scripted(Solver):
     def start(self, f, t0, z0, arithmetic):
         return arithmetic.of(z0), None
 
-    def slope(self, state, carry):
+    def first_slope(self, f, t0, state, carry):
         return tuple(torch.zeros_like(z) for z in state.point)
 
-    def step(self, f, t0, t1, state, carry, adaptive, with_residuals=False):
+    def step(self, f, t0, t1, state, carry, adaptive):
         self.attempts.append((t0, t1))
         error = float(self.errors.pop(0)) if self.errors else 0.01
         move = self.moves.pop(0) if self.moves else 0.0
         return Attempt(Floats((state.point[0] + move,)), (torch.full((1,), error, dtype=torch.float64),), None)
-
-    def interpolate(self, f, t0, t1, state, attempt, times):
-        raise AssertionError
-
-    def pullback(self, f, step, before, state, a, inside):
-        raise AssertionError
 
 
 def sizes_of(errors: list[float], times=(0.0, 100.0), h0: float = 1.0, **options) -> list[float]:

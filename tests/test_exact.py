@@ -88,7 +88,7 @@ def assert_same_bits(found: Snapshot, truth: Snapshot) -> None:
 
 
 def assert_rebuilt(case: Solved) -> None:
-    assert_same_bits(case.code.unwind(ODES[case.name].f).snapshot(), case.start)
+    assert_same_bits(case.code.start(ODES[case.name].f).snapshot(), case.start)
 
 
 @pytest.mark.parametrize(("name", "order", "controller"), CASES, ids=case_id)

@@ -238,7 +238,7 @@ def test_an_adjoint_that_loses_its_way_without_outputs_is_warned_of():
         observed = tm.solve(f, y0, t, **how, observe=lambda t, y: y.square().sum()).observed
         return torch.autograd.grad(observed, [y0, rate])
 
-    with pytest.warns(tm.SolverWarning, match="The adjoint's way back missed y0"):
+    with pytest.warns(tm.SolverWarning, match="The backward solve of the adjoint missed y0"):
         found = gradients(tm.Adjoint())
     assert worst(found, gradients(tm.ACA())) > 0.1  # the warning is right
 

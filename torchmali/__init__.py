@@ -33,7 +33,7 @@ from torchmali.solution import Solution, Stats
 from torchmali.solve import solve
 from torchmali.solvers.base import ReversibleSolver, Solver
 from torchmali.solvers.coupled import Reversible
-from torchmali.solvers.leapfrog import ALF
+from torchmali.solvers.leapfrog import ALF, Leapfrog
 from torchmali.solvers.runge_kutta import (
     RK4,
     Bosh3,
@@ -75,6 +75,7 @@ __all__ = [
     "InvalidOptionError",
     "InvalidStateError",
     "InvalidTimesError",
+    "Leapfrog",
     "Midpoint",
     "Naive",
     "NonFiniteError",

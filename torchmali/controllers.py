@@ -1,6 +1,6 @@
-"""Who decides how long the next step is, and whether the last attempt counts.
+"""Controllers decide how long the next step is, and whether the last attempt is accepted.
 
-A controller is a value; `pace` makes the mutable thing that accompanies one solve.
+A controller is an immutable value; its `begin` makes the mutable state that accompanies one solve.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -47,7 +47,7 @@ def checked_norm(norm: Norm, x: Tensors) -> Tensor:
     return value
 
 
-class Start(NamedTuple):
+class SolveStart(NamedTuple):
     """What a controller may look at when a solve begins."""
 
     f: Slope
@@ -60,41 +60,50 @@ class Start(NamedTuple):
 
 
 class ControllerState(ABC):
-    """A controller at work in one solve."""
+    """A controller at work in one solve. Its attributes must be values that are replaced, not changed in place:
+
+    where several steps are taken back, the loop goes on with a shallow copy.
+    """
 
     n_rejected = 0
     controlled: Sequence[int]  # the leaves whose accuracy counts
 
     @abstractmethod
-    def next(self, t: Time, target: Time) -> Time:
-        """Where the next attempt from t should end: `target` itself, or a time before it."""
+    def next_time(self, t: Time, target: Time) -> Time:
+        """The time at which the next attempt from t should end: `target` itself, or a time before it."""
 
-    def measure(self, before: State, attempt: Attempt) -> Tensor:
-        """The attempt's error over the tolerance, as a 0-d tensor (asked of adaptive controllers only)."""
-        raise AssertionError("fixed steps are not measured")
 
+class AdaptiveControllerState(ControllerState):
+    """A controller that may reject an attempt, at work in one solve."""
+
+    @abstractmethod
+    def error_ratio(self, before: State, attempt: Attempt) -> Tensor:
+        """The attempt's error over the tolerance, as a 0-d tensor."""
+
+    @abstractmethod
     def accepts(self, t0: Time, t1: Time, attempt: Attempt, ratio: Tensor, value: float) -> bool:
-        """Whether the attempt counts, given what was measured and its value."""
-        return True
+        """Whether the attempt is accepted, given its `error_ratio` and the value of that."""
 
 
 class StepController(ABC):
-    adaptive: bool
+    """How a solve chooses its steps. A new controller needs `begin`, and an `adaptive` one rejects steps."""
+
+    adaptive: bool = False
 
     def check(self, solver: Solver) -> None:
         """Raise if this controller cannot drive this solver."""
         if self.adaptive and solver.error_order is None:
             raise IncompatibleError(
-                f"AdaptiveStep needs a solver with an error estimate, but {type(solver).__name__} has none. Use "
-                "controller=FixedStep(h), or solver=HeunEuler(), Bosh3(), Dopri5(), Tsit5(), Dopri8() or ALF()."
+                f"{type(self).__name__} needs a solver with an error estimate, but {type(solver).__name__} has none. "
+                "Use controller=FixedStep(h), or solver=HeunEuler(), Bosh3(), Dopri5(), Tsit5(), Dopri8() or ALF()."
             )
 
-    @abstractmethod
     def ends_on_outputs(self, solver: Solver) -> bool:
         """Whether steps end on every output time, or only on the last one (and interpolate)."""
+        return True
 
-    def count(self, times: list[float]) -> int | None:
-        """How many steps a solve over these times will take; None: who knows."""
+    def n_steps(self, times: list[float]) -> int | None:
+        """The number of steps of a solve over these times; None if it is not known in advance."""
         return None
 
     def bind(self, structure: Structure) -> StepController:
@@ -102,7 +111,8 @@ class StepController(ABC):
         return self
 
     @abstractmethod
-    def begin(self, start: Start) -> ControllerState: ...
+    def begin(self, start: SolveStart) -> ControllerState:
+        """The state of this controller for one solve."""
 
 
 @dataclass(frozen=True)
@@ -120,26 +130,25 @@ class FixedStep(StepController):
         if not positive:
             raise InvalidOptionError(f"FixedStep(h={self.h!r}): the step must be a positive number (t gives the sign).")
 
-    def ends_on_outputs(self, solver: Solver) -> bool:
-        return True
-
-    def count(self, times: list[float]) -> int:
+    def n_steps(self, times: list[float]) -> int:
         return sum(_n_steps(abs(b - a), self.h) for a, b in pairwise(times))
 
-    def begin(self, start: Start) -> ControllerState:
-        return _FixedState(self.h, range(len(start.state.point)))
+    def begin(self, start: SolveStart) -> ControllerState:
+        return FixedStepState(self.h, range(len(start.state.point)))
 
 
 def _n_steps(span: float, size: float) -> int:
     return max(1, math.ceil(span / size - 1e-3))  # output times are often float32
 
 
-class _FixedState(ControllerState):
+class FixedStepState(ControllerState):
+    """`FixedStep` at work in one solve."""
+
     def __init__(self, size: float, leaves: Sequence[int]):
         self.size, self.controlled = size, leaves
         self.target: Time | None = None
 
-    def next(self, t: Time, target: Time) -> Time:
+    def next_time(self, t: Time, target: Time) -> Time:
         if target is not self.target:
             span = number(target - t)
             self.target, self.start, self.i = target, t, 0
@@ -224,8 +233,8 @@ class AdaptiveStep(StepController):
                 f"AdaptiveStep({name}=...) must be a number or have one number for each leaf of y0; found {mismatch}."
             ) from None
 
-    def begin(self, start: Start) -> ControllerState:
-        return _AdaptiveState(self, start)
+    def begin(self, start: SolveStart) -> ControllerState:
+        return AdaptiveStepState(self, start)
 
 
 def _smallest_step(t: float, span: float) -> float:
@@ -233,8 +242,10 @@ def _smallest_step(t: float, span: float) -> float:
     return 10 * math.ulp(max(abs(t), 1e-10 * abs(span)))
 
 
-class _AdaptiveState(ControllerState):
-    def __init__(self, controller: AdaptiveStep, start: Start):
+class AdaptiveStepState(AdaptiveControllerState):
+    """`AdaptiveStep` at work in one solve."""
+
+    def __init__(self, controller: AdaptiveStep, start: SolveStart):
         assert start.solver.error_order is not None
         self.controller, self.q = controller, start.solver.error_order
         self.t_end, self.through_search = start.t_end, start.through_search
@@ -267,10 +278,10 @@ class _AdaptiveState(ControllerState):
         return checked_norm(self.controller.norm, tuple(torch._foreach_div(x, scale)))
 
     @torch.no_grad()
-    def _first_step(self, start: Start) -> float:
+    def _first_step(self, start: SolveStart) -> float:
         """Hairer, Norsett, Wanner (1993), II.4: the estimate should be 1 % of the tolerance."""
         span, z0 = number(start.t_end - start.t0), start.state.point
-        f0 = start.solver.slope(start.state, start.carry)
+        f0 = start.solver.first_slope(start.f, start.t0, start.state, start.carry)
         d0, d1 = torch.stack([self._scaled(z0, z0, z0), self._scaled(f0, z0, z0)]).tolist()
         size = 0.01 * d0 / d1 if d0 > 1e-5 and 1e-5 < d1 < math.inf else 1e-6
         size = min(size, abs(span))
@@ -282,55 +293,69 @@ class _AdaptiveState(ControllerState):
             return min(abs(span), max(1e-6, 1e-3 * size))
         return min(100 * size, (0.01 / steepest) ** (1 / self.q), abs(span))
 
-    def next(self, t: Time, target: Time) -> Time:
+    def next_time(self, t: Time, target: Time) -> Time:
         # The 1 % keeps a step from leaving a sliver behind, 1e-6 does where h is at its limit.
         reach = min(1.01 * abs(self.h), (1 + 1e-6) * self.controller.h_max)
         return target if abs(target - t) <= reach else t + self.h
 
-    def measure(self, before: State, attempt: Attempt) -> Tensor:
+    def error_ratio(self, before: State, attempt: Attempt) -> Tensor:
         assert attempt.error is not None
         with torch.set_grad_enabled(self.through_search):
             return self._scaled(attempt.error, before.point, attempt.state.point)
 
     def accepts(self, t0: Time, t1: Time, attempt: Attempt, ratio: Tensor, value: float) -> bool:
-        controller, beta = self.controller, self.controller.beta
         h = t1 - t0 if self.through_search else number(t1 - t0)
-        r = ratio.to("cpu", torch.float64) if self.through_search else value
         accepted = value <= 1  # false for nan
         self.n_attempts += 1
-        factor = controller.min_factor
-        if value == 0:
-            factor = controller.max_factor
-        elif math.isfinite(value):
-            power, rest = (0.75 * beta - 1) / self.q, controller.safety * self.last ** (beta / self.q)
-            wish: Time = value**power * rest
-            if isinstance(r, Tensor):  # adds zero, and the derivative by r: h is the same to the bit
-                wish = wish + (r**power - r.detach() ** power) * rest
-            factor = min(controller.max_factor, max(factor, wish))
+        factor = self._factor(ratio, value)
         if accepted:
-            self.last = max(value, 1e-4)
-            if self.just_rejected:
-                factor = min(1.0, factor)
-            # A step cut short to land on an output says little about the next h: keep the longer.
-            cut_short = 0 < abs(h) < 0.99 * abs(self.h)  # of length 0: too short to move the time
-            self.h = max(h * factor, self.h, key=abs) if cut_short else h * factor
-            self.limit += cut_short  # many output times are no sign of trouble
+            self._adapt(h, factor, value)
         else:
             self.n_rejected += 1
             self.h = h * factor
         self.just_rejected = not accepted
-        if abs(self.h) > controller.h_max:
-            self.h = math.copysign(controller.h_max, number(h))
+        h_max = self.controller.h_max
+        if abs(self.h) > h_max:
+            self.h = math.copysign(h_max, number(h))
         if not accepted:
             self._check_size(number(t0), number(h), attempt, value)
         if self.n_attempts >= self.limit and not (accepted and t1 is self.t_end):
-            raise StepLimitError(
-                f"{self.n_attempts} steps reached t = {number(t1 if accepted else t0):.6g} of "
-                f"{number(self.t_end):.6g} (h = {abs(number(self.h)):.3g}, {self.n_rejected / self.n_attempts:.0%} "
-                "rejected). The problem may be stiff, or contract too much for ALF without refresh; loosen rtol/atol, "
-                'try another solver, or raise AdaptiveStep(max_steps=...), in odeint options={"max_num_steps": ...}.'
-            )
+            self._raise_step_limit(number(t1 if accepted else t0))
         return accepted
+
+    def _factor(self, ratio: Tensor, value: float) -> Time:
+        """By how much h is to change after a step with this error over the tolerance."""
+        controller = self.controller
+        low, high = controller.min_factor, controller.max_factor
+        if value == 0:
+            return high
+        if not math.isfinite(value):
+            return low
+        beta = controller.beta
+        power, rest = (0.75 * beta - 1) / self.q, controller.safety * self.last ** (beta / self.q)
+        wish: Time = value**power * rest
+        if self.through_search:  # adds zero, and the derivative by r: h is the same to the bit
+            r = ratio.to("cpu", torch.float64)
+            wish = wish + (r**power - r.detach() ** power) * rest
+        return min(high, max(low, wish))
+
+    def _adapt(self, h: Time, factor: Time, value: float) -> None:
+        """Choose the next h after an accepted step."""
+        self.last = max(value, 1e-4)
+        if self.just_rejected:
+            factor = min(1.0, factor)
+        # A step cut short to land on an output says little about the next h: keep the longer.
+        cut_short = 0 < abs(h) < 0.99 * abs(self.h)  # of length 0: too short to move the time
+        self.h = max(h * factor, self.h, key=abs) if cut_short else h * factor
+        self.limit += cut_short  # many output times are no sign of trouble
+
+    def _raise_step_limit(self, t: float) -> NoReturn:
+        raise StepLimitError(
+            f"{self.n_attempts} steps reached t = {t:.6g} of "
+            f"{number(self.t_end):.6g} (h = {abs(number(self.h)):.3g}, {self.n_rejected / self.n_attempts:.0%} "
+            "rejected). The problem may be stiff, or contract too much for ALF without refresh; loosen rtol/atol, "
+            'try another solver, or raise AdaptiveStep(max_steps=...), in odeint options={"max_num_steps": ...}.'
+        )
 
     def _check_size(self, t: float, h: float, attempt: Attempt, ratio: float) -> None:
         smallest = max(self.controller.h_min, _smallest_step(t, number(self.t_end) - t))

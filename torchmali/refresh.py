@@ -1,13 +1,13 @@
-"""When v has parted from f(t, z) and has to be renewed.
+"""The refresh of leapfrog solvers: when v has parted from f(t, z) and is to be replaced by it.
 
 A leapfrog solver's w = v - f(t, z) obeys w' = -f' w: it grows where f contracts, and changes its sign at every reflect.
 At a reflect f - v is a smooth part, about c h z'' (c h: the drift before it), minus w. As long as w is small, three
-such values in a row are nearly parallel; once w dominates, they alternate. So v is renewed when f - v has changed its
+such values in a row are nearly parallel; once w dominates, they alternate. So v is refreshed when f - v has changed its
 direction twice running (once is what the smooth part does, too, where z'' passes through zero).
 
 It is one sample that diverges, not the batch: inner products are taken per row (over all dimensions but the first; over
-the whole leaf if it has one dimension or none), and any row renews v for all. Rows in which f - v is round-off do not
-count.
+the whole leaf if it has one dimension or none), and any row refreshes v for all. Rows in which f - v is round-off do
+not count.
 """
 
 from __future__ import annotations
@@ -19,46 +19,51 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchmali.state.vectors import Tensors, rows
+from torchmali.solvers.base import Attempt, Slope, Solver
+from torchmali.solvers.leapfrog import Leapfrog, Residuals
+from torchmali.state.base import State
+from torchmali.state.vectors import Tensors, Time, rows
 
 PERIOD = 8  # with fixed steps, w is looked at (and the host read) no more often than once in so many reflects
 N_VALUES = 3  # of f - v in a row
 MAGNIFIED = 2.0**40  # as squares of small float32 numbers are zero
-Residuals = Sequence[Sequence[Tensor]]
 
 
 class RefreshPlan(NamedTuple):
     """What the next step is wanted for."""
 
-    collects: bool  # evidence,
-    decides: bool  # to be judged
-    refreshes: bool  # v is renewed after it whatever the evidence says
+    collects: bool  # its residuals are collected,
+    decides: bool  # and judged
+    refreshes: bool  # v is refreshed after it whatever the residuals say
 
 
 NO_REFRESH, REFRESHES = RefreshPlan(False, False, False), RefreshPlan(False, False, True)
 
 
-class RefreshDetector:
-    """The policy ALF(refresh=...) at work in one solve.
+class Refresher:
+    """The policy of a solver (`Leapfrog.refresh`) at work in one solve. Solvers that are no leapfrogs have none.
 
-    n_steps: that the solve will take, where it is known. A solve that ends before the first look is due is looked at in
-    its last step: too late for a renewal, in time for a warning.
+    n_steps: the number of steps of the solve, if it is known. A solve that ends before the first look is due is looked
+    at in its last step: too late for a refresh, in time for a warning.
     """
 
-    def __init__(
-        self, policy: str | int, n_reflects: int, adaptive: bool, leaves: Sequence[int], n_steps: int | None = None
-    ):
+    def __init__(self, solver: Solver, adaptive: bool, leaves: Sequence[int], n_steps: int | None = None):
+        self.solver = solver
         self.leaves = leaves  # those that count
+        policy = solver.refresh_policy if isinstance(solver, Leapfrog) else "never"
         self.every = policy if isinstance(policy, int) else None
-        # Controllers read the host at every step anyway.
-        self.period = 0 if policy != "auto" else 1 if adaptive else math.ceil(PERIOD / n_reflects)
+        self.period = 0  # steps between two looks; 0: never
+        if policy == "auto" and isinstance(solver, Leapfrog):
+            # Controllers read the host at every step anyway.
+            self.period = 1 if adaptive else math.ceil(PERIOD / solver.n_reflects)
         self.n_to_come = n_steps
         self.first = self.period if n_steps is None else min(self.period, n_steps)
         self.n_steps = 0
         self.n_looks = 0  # that had enough values to judge
-        self.values: list[Sequence[Tensor]] = []
+        self.values: Sequence[Tensors] = ()  # the latest residuals
 
     def plan(self) -> RefreshPlan:
+        """What to do in the next step."""
         refreshes = self.every is not None and (self.n_steps + 1) % self.every == 0
         if not self.period:
             return REFRESHES if refreshes else NO_REFRESH
@@ -66,10 +71,20 @@ class RefreshDetector:
         left = self.first - 1 - self.n_steps if before_first else self.period - 1 - self.n_steps % self.period
         return RefreshPlan(True, left == 0, refreshes) if left < N_VALUES else NO_REFRESH
 
-    def alternation(self, residuals: Residuals, z: Tensors, h: float, eps: float) -> Tensor:
-        """Not positive or zero if f - v alternates in some row (nan: too large to tell). A 0-d tensor.
+    def step(
+        self, plan: RefreshPlan, f: Slope, t0: Time, t1: Time, state: State, carry: Tensors | None, adaptive: bool
+    ) -> tuple[Attempt, Residuals]:
+        """A step of the solver, and its residuals if the plan wants them."""
+        residuals: Residuals = []
+        if plan.collects:
+            assert isinstance(self.solver, Leapfrog)
+            return self.solver.step_with_residuals(f, t0, t1, state, carry, adaptive, residuals), residuals
+        return self.solver.step(f, t0, t1, state, carry, adaptive), residuals
 
-        eps: the precision in which f was computed, where that is coarser than z's.
+    def alternation(self, residuals: Residuals, z: Tensors, h: float, eps: float) -> Tensor:
+        """A 0-d tensor that is negative or nan if f - v alternates in some row (nan: too large to tell).
+
+        eps: the precision in which f was computed, if that is coarser than z's.
         """
         values = [*self.values, *residuals][-N_VALUES:]
         leaves = [i for i in self.leaves if z[i].numel()]
@@ -77,7 +92,7 @@ class RefreshDetector:
             return z[0].new_ones(())
         self.n_looks += 1
         x0, x1, x2 = values
-        is_late = self.n_looks == 1 and self.n_steps + 1 == self.n_to_come  # not for a renewal, but for a warning
+        is_late = self.n_looks == 1 and self.n_steps + 1 == self.n_to_come  # not for a refresh, but for a warning
         found = [_alternation(x0[i], x1[i], x2[i], z[i], abs(h), eps, is_late) for i in leaves]
         widest = max((x.dtype for x in found), key=lambda dtype: dtype.itemsize)
         return found[0] if len(found) == 1 else torch.stack([x.to(z[0].device, widest) for x in found]).amin()
@@ -88,14 +103,17 @@ class RefreshDetector:
         if residuals:
             self.values = [*self.values, *residuals][1 - N_VALUES :]
 
-    def after_refresh(self) -> None:
-        self.values = []
+    def refreshed(self, f: Slope, t: Time, state: State, slope: Tensors | None) -> State:
+        """The state with v = f(t, z); slope: f(t, z), if it is known."""
+        assert isinstance(self.solver, Leapfrog)
+        self.values = ()
+        return self.solver.refreshed(f, t, state, slope)
 
 
 def _alternation(x0: Tensor, x1: Tensor, x2: Tensor, z: Tensor, h: float, eps: float, growing: bool) -> Tensor:
     """The least max(<x0, x1>, <x1, x2>) of all rows, over what round-off explains.
 
-    growing: of those rows alone in which x2 is more than twice x0, and moves z by half in one step. A renewal too many
+    growing: of those rows alone in which x2 is more than twice x0, and moves z by half in one step. A refresh too many
     does no harm, a warning does.
     """
     # The round-off of f is that of z times f', and with |f'| h > 1 no solution is followed.

@@ -27,6 +27,16 @@ class Stats:
     h_max: float = float("nan")
     reconstruction_error: float | None = None  # MALI: |rebuilt - kept| / |kept| of z or v, the worst leaf's
 
+    def count_forward(self, **counts: Any) -> None:
+        """Fill in the counts of a forward pass."""
+        for name, value in counts.items():
+            setattr(self, name, value)
+
+    def count_backward(self, **counts: Any) -> None:
+        """Fill in the counts of a backward pass."""
+        for name, value in counts.items():
+            setattr(self, name, value)
+
 
 class Solution(NamedTuple):
     """Result of `solve`: y has y0's structure, each leaf of shape (len(t), *leaf.shape)."""
@@ -40,5 +50,6 @@ class Solution(NamedTuple):
 
 def short_repr(self: Any) -> str:
     """A dataclass as one would write it: without the fields that are at their default."""
-    changed = [(x.name, getattr(self, x.name)) for x in fields(self) if getattr(self, x.name) != x.default]
+    shown = [x for x in fields(self) if x.repr]
+    changed = [(x.name, getattr(self, x.name)) for x in shown if getattr(self, x.name) != x.default]
     return f"{type(self).__name__}({', '.join(f'{name}={x!r}' for name, x in changed)})"

@@ -27,9 +27,10 @@ from torchmali.field.randomness import Source
 from torchmali.gradients.base import GradientMethod, Problem, has_tangent
 from torchmali.gradients.mali import MALI
 from torchmali.gradients.naive import Naive
+from torchmali.outputs.base import Outputs
 from torchmali.outputs.observed import ObservedOutputs, Observer
 from torchmali.outputs.stored import StoredOutputs
-from torchmali.solution import Solution, Stats
+from torchmali.solution import Solution
 from torchmali.solvers.base import Solver
 from torchmali.solvers.leapfrog import ALF
 from torchmali.state.vectors import Tensors
@@ -64,6 +65,7 @@ def solve(
     params: Iterable[Tensor] | None = None,
     buffers: str = "update",
     observe: Callable | None = None,
+    outputs: Outputs | None = None,
     return_code: bool = False,
     generator: Generator | None = None,
     randomness: str = "same",
@@ -86,6 +88,8 @@ def solve(
     observe: a function of (t, y), or of (t, y, k) with y = y(t[k]), that returns a tensor. Instead of keeping y at all
     times, its sum over them is returned as `observed`, differentiable (by its parameters, too), and y at the last time
     as y[-1]: with MALI and Adjoint no tensors are kept for the times.
+
+    outputs: an object that makes something else of the solution (docs/extending.md).
 
     return_code: also return the integer end state, `code`, from which `solve_back(func, code)` gets y0 to the last bit.
     """
@@ -114,31 +118,36 @@ def solve(
     got = type(args).__name__
     if not isinstance(args, tuple):
         raise InvalidOptionError(f"args must be a tuple of further arguments of f, as in args=(x,); got a {got}.")
-    field = Field(func, z0, structure, args, params, buffers, source)
-    observer = None if observe is None else Observer(observe, z0, structure, source)
+    looks_for_leaves = torch.is_grad_enabled() and not isinstance(gradient, Naive)
+    field = Field(func, z0, structure, args, params, buffers, source, looks_for_leaves)
+    observer = None if observe is None else Observer(observe, z0, structure, source, looks_for_leaves)
+    _check_processes(field, observer, solver, controller, gradient)
+    for function in (field, observer):
+        if looks_for_leaves and function is not None and any(map(is_lazy, function.theta)):
+            raise InvalidFieldError(
+                "f has parameters without a shape yet, of a lazy module: call f once, with y0, before the first solve."
+            )
+    if outputs is None:
+        outputs = StoredOutputs(len(times)) if observer is None else ObservedOutputs(observer, len(times))
+    wants_t = t_out.requires_grad or has_tangent(t_out)
+    problem = Problem(field, z0, times, t_out if wants_t else None, solver, controller, outputs, return_code)
+    results, stats, done = gradient.solve(problem)
+    y, observed = outputs.solution(results)
+    code = Code.of(done.state, done.tape, solver, structure, args) if return_code else None
+    return Solution(t_out, structure.rebuild(y), stats, observed, code)
+
+
+def _check_processes(
+    field: Field, observer: Observer | None, solver: Solver, controller: StepController, gradient: GradientMethod
+) -> None:
+    """Raise if processes that wait for each other could make different numbers of evaluations."""
     waits = field.environment.synchronises or (observer is not None and observer.environment.synchronises)
-    data_dependent = gradient.data_dependent_parts(solver, controller) if waits else []
-    if data_dependent:
+    parts = gradient.data_dependent_parts(solver, controller) if waits else []
+    if parts:
         raise IncompatibleError(
             "A SyncBatchNorm makes each evaluation wait for the same one in all processes, but with "
-            f"{', with '.join(data_dependent)} their number depends on the data of each process: they would wait "
-            "forever."
+            f"{', with '.join(parts)} their number depends on the data of each process: they would wait forever."
         )
-    for function in (field, observer):
-        if function is not None:
-            function.looks_for_leaves = torch.is_grad_enabled() and not isinstance(gradient, Naive)
-            if function.looks_for_leaves and any(map(is_lazy, function.theta)):
-                raise InvalidFieldError(
-                    "f has parameters without a shape yet, of a lazy module: call f once, with y0, before the first "
-                    "solve."
-                )
-    outputs = StoredOutputs(len(times)) if observer is None else ObservedOutputs(observer, len(times))
-    wants_t = t_out.requires_grad or has_tangent(t_out)
-    problem = Problem(field, z0, times, t_out if wants_t else None, solver, controller, outputs, Stats(), return_code)
-    results = gradient.solve(problem)
-    y = structure.rebuild(outputs.states(results))
-    code = Code.of(*problem.record, solver, structure, args) if problem.record else None
-    return Solution(t_out, y, problem.stats, None if observe is None else results[0], code)
 
 
 def _source(generator: Any, randomness: Any, gradient: GradientMethod) -> Source:

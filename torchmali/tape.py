@@ -1,17 +1,26 @@
-"""What happened in a solve, in order: the data that a backward pass walks over.
+"""The record of a solve: accepted steps, refreshes, rescales and outputs, in order. Backward passes follow it.
 
-At a boundary the order is always Step, [Rescale], [Refresh], [Output]; a Rescale may also stand before a step that
-would not fit the old scale. Events hold numbers and positions in `Tape.kept`, no tensors: the tensors travel through
-`save_for_backward` as one flat list.
+At the end of a step the order is always Step, [Rescale], [Output], [Refresh]; a Rescale may also stand before a step
+that would not fit the old scale. Events hold numbers and positions in `Tape.kept`, no tensors: the tensors travel
+through `save_for_backward` as one flat list.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
-from torchmali.state.base import Snapshot, State
+from torchmali.state.base import RewindableState, Snapshot, State
+from torchmali.state.fixed_point import FixedPoint
 from torchmali.state.vectors import Time
+
+
+class Start(NamedTuple):
+    """The solve began at z0. A solver that carries v beside z made it here."""
+
+    t: Time
+    k: int = 0  # t moves with times[k]
 
 
 class Step(NamedTuple):
@@ -25,38 +34,41 @@ class Step(NamedTuple):
     t1: Any
     k0: int
     k1: int
-    before: int | None  # where `kept` holds the state at t0: ACA at every step, MALI at none or every K-th
+    before: int | None  # position in `kept` of the state at t0: ACA keeps all, MALI none or every K-th
 
 
 class Refresh(NamedTuple):
-    """v was renewed from z. The start of a leapfrog solve is one: v0 = f(t0, z0)."""
+    """v was replaced by f(t, z)."""
 
     t: Time
     k: int  # t moves with times[k]
-    before: int | None  # where `kept` holds the state as it was; None at the start
+    before: int | None  # position in `kept` of what the refresh replaced; None if nobody will follow the tape back
 
 
 class Rescale(NamedTuple):
-    """The integer grid of a Grid state moved."""
+    """The spacing of a fixed-point state changed."""
 
-    change: Any  # bits by which each tensor was made coarser (finer: negative), or a Spread over the elements of leaves
-    lost: int | None  # where `kept` holds what is needed to undo it, such as the bits that fell off
+    change: Any  # see state/fixed_point.py
+    lost: int | None  # position in `kept` of what is needed to undo it, such as the bits that fell off
 
 
 class Output(NamedTuple):
-    """z was handed out as y[k]."""
+    """z became y[k]."""
 
     k: int
-    inside: Time | None  # the time, where y[k] was read from the interpolant of the step before; None: the boundary
+    inside: Time | None  # the time, if y[k] was read from the interpolant of the last step; None: the step's end
 
 
-Event: TypeAlias = "Step | Refresh | Rescale | Output"
+Event: TypeAlias = "Start | Step | Refresh | Rescale | Output"
 
 
 @dataclass
 class Tape:
-    """keep_every: keep the state before every n-th step. at_most: but no more than so many; beyond, every second one is
-    dropped and n doubled. rewinds: someone will walk back over this tape."""
+    """The events of one solve, and the snapshots that they refer to.
+
+    keep_every: keep the state before every n-th step. at_most: the largest number of such states; beyond it every
+    second one is dropped and n doubled. rewinds: keep what is needed to undo refreshes and rescales.
+    """
 
     keep_every: int | None = None
     at_most: int | None = None
@@ -64,11 +76,12 @@ class Tape:
     events: list[Event] = field(default_factory=list)
     kept: list[Snapshot] = field(default_factory=list)
     n_steps: int = 0
-    checkpoints: list[int] = field(default_factory=list)  # positions of steps whose state is kept
+    checkpoints: list[int] = field(default_factory=list)  # positions in `events` of steps whose state is kept
 
     def step(self, t0: Any, t1: Any, k0: int, k1: int, before: State) -> None:
         kept = None
         if self.keep_every is not None and self.n_steps % self.keep_every == 0:
+            assert isinstance(before, RewindableState)
             kept = self.keep(before.snapshot())
             self.checkpoints.append(len(self.events))
         self.events.append(Step(t0, t1, k0, k1, kept))
@@ -76,16 +89,20 @@ class Tape:
         if self.at_most is not None and len(self.checkpoints) > self.at_most:
             self._thin_out()
 
+    def record_output(self, k: int) -> None:
+        self.events.append(Output(k, None))
+
     def keep(self, snapshot: Snapshot) -> int:
-        """Keep a state's tensors and return where they are."""
+        """Keep a snapshot and return its position."""
         self.kept.append(snapshot)
         return len(self.kept) - 1
 
     def mark(self) -> tuple[int, int, int]:
-        """To come `back_to`."""
+        """How far the tape has come, for `restore`."""
         return len(self.events), len(self.kept), self.n_steps
 
-    def back_to(self, mark: tuple[int, int, int]) -> None:
+    def restore(self, mark: tuple[int, int, int]) -> None:
+        """Remove everything since `mark`."""
         n_events, n_kept, self.n_steps = mark
         del self.events[n_events:], self.kept[n_kept:]
         self.checkpoints = [position for position in self.checkpoints if position < n_events]
@@ -99,3 +116,29 @@ class Tape:
             self.events[position] = step._replace(before=None)
         self.checkpoints = self.checkpoints[::2]
         self.keep_every *= 2
+
+
+def rewind(
+    events: Sequence[Event],
+    kept: Sequence[Snapshot],
+    state: State,
+    undo_step: Callable[[Step, Any], Any],
+    on_output: Callable[[Output, Any], None] | None = None,
+) -> Any:
+    """Follow events from the last to the first, beginning with the state after them; return the state before them.
+
+    undo_step(step, state) returns the state at the start of a step; on_output(output, state) is told of the outputs.
+    """
+    for event in reversed(events):
+        if isinstance(event, Step):
+            state = undo_step(event, state)
+        elif isinstance(event, Output):
+            if on_output is not None:
+                on_output(event, state)
+        elif isinstance(event, Rescale):
+            assert isinstance(state, FixedPoint) and event.lost is not None
+            state = state.unscaled(event.change, kept[event.lost])
+        elif isinstance(event, Refresh):
+            assert isinstance(state, RewindableState) and event.before is not None
+            state = state.rebuilt_with(kept[event.before])
+    return state

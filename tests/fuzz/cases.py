@@ -203,7 +203,8 @@ def _times(rng: Random) -> tuple[float, ...]:
 def _completed(spec: Spec, rng: Random) -> Spec:
     """A controller and a gradient method that suit the solver, and no features that exclude each other."""
     solver: tm.Solver = eval(spec.solver, NAMES)
-    span, costly = abs(spec.times[-1] - spec.times[0]), solver.n_reflects > 1 or "nested" in spec.core
+    span = abs(spec.times[-1] - spec.times[0])
+    costly = (isinstance(solver, tm.Leapfrog) and solver.n_reflects > 1) or "nested" in spec.core
     if solver.error_order is not None and rng.random() < 0.35:
         controller = _adaptive(rng, solver, spec.dtype)
     elif rng.random() < 0.1:

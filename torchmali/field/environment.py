@@ -235,14 +235,14 @@ class Environment:
             )
         self.modes = [m.training for m in self.modules]
         if self.freezes:
-            self.back_to(self.at_first)
+            self.restore(self.at_first)
 
     def try_again(self, mark: Mark) -> None:
         """Before a second try of an evaluation. mark: from before the first one."""
         if mark is None:
             _restore_changed(self.with_residuals)
         else:
-            self.back_to(mark)
+            self.restore(mark)
             _lend(self.lent)
         self.random.restart()
 
@@ -255,7 +255,7 @@ class Environment:
                 yield
         finally:
             _take_back(lent)
-            self.back_to(mark)
+            self.restore(mark)
 
     @contextlib.contextmanager
     def forward_pass(self) -> Iterator[None]:
@@ -264,7 +264,7 @@ class Environment:
             with self._uncast():
                 yield
         except BaseException:
-            self.back_to(None)
+            self.restore(None)
             raise
         self._look_for_late_changes()
         if self.is_cast:
@@ -309,12 +309,12 @@ class Environment:
         return around
 
     def mark(self) -> Mark:
-        """What the buffers that f changes are now, to come `back_to`."""
+        """What the buffers that f changes are now, for `restore`."""
         if self.at_first is None:
             return None
         return _values(self.changing)
 
-    def back_to(self, mark: Mark) -> None:
+    def restore(self, mark: Mark) -> None:
         _restore(zip(self.changing, self.at_first or () if mark is None else mark, strict=False))
 
     def changes(self) -> str:

@@ -45,6 +45,7 @@ class Field:
         params: Iterable[Tensor] | None,
         buffers: str = "update",
         source: Source | None = None,
+        looks_for_leaves: bool = False,
     ):
         self.func, self.structure = func, structure
         self.args_structure = Structure.of(args)
@@ -81,7 +82,7 @@ class Field:
         self.wants_t = False
         eps = max(torch.finfo(z.dtype).eps for z in z0)
         self.environment = Environment(modules, self.device, buffers, source, loose, eps)
-        self.looks_for_leaves = False  # warn, once, of leaves that would get no gradient
+        self.looks_for_leaves = looks_for_leaves  # warn, once, of leaves that would get no gradient
         self.told: set[int] = set()  # of these
         self.inputs: tuple[Tensor, Tensors] | None = None  # t, z of the first evaluation, while leaves are looked for
         self.returned: list[tuple[weakref.ref, int]] = []  # by the first evaluation, and their versions

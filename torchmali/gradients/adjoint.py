@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
@@ -14,11 +14,20 @@ from torch import Tensor
 from torchmali.controllers import AdaptiveStep, Norm, StepController, checked_norm, rms_norm
 from torchmali.errors import IncompatibleError, warn
 from torchmali.field.evaluate import Field
-from torchmali.gradients.base import GradientMethod, Problem, forward, refuse_double_backward, require_same
+from torchmali.gradients.base import (
+    GradientMethod,
+    Problem,
+    Solved,
+    refuse_double_backward,
+    require_same,
+    solve_without_graph,
+    through_function,
+)
 from torchmali.integrate import integrate
 from torchmali.outputs.base import Outputs
-from torchmali.solution import TELL_LIMIT, Stats, short_repr
-from torchmali.solvers.base import Solver, accumulate
+from torchmali.solution import TELL_LIMIT, short_repr
+from torchmali.solvers.base import Solver
+from torchmali.solvers.cotangent import accumulate
 from torchmali.state.floats import Floats
 from torchmali.state.vectors import Tensors, Time, dot
 
@@ -46,14 +55,14 @@ class Adjoint(GradientMethod):
         back = super().data_dependent_parts(self.solver or solver, self.controller or controller)
         return list(dict.fromkeys([*super().data_dependent_parts(solver, controller), *back]))
 
-    def solve(self, problem: Problem) -> Tensors:
+    def solve(self, problem: Problem) -> Solved:
         if not problem.wants_gradient:
-            return forward(problem)[0]
+            return solve_without_graph(problem)
         if any(x.is_complex() for x in problem.field.theta):
             raise IncompatibleError(
                 "Adjoint() integrates dL/dtheta, which must be real: f has complex parameters. Use MALI() or ACA()."
             )
-        return _Adjoint.apply(self, problem, *problem.inputs)  # type: ignore[return-value]
+        return through_function(_Adjoint, self, problem)
 
     def backward_controller(self, forward: StepController, field: Field) -> StepController:
         """The controller of the augmented state (z, a, dL/dtheta)."""
@@ -83,17 +92,19 @@ def _augmented_norm(norm: Norm, n: int, seminorm: bool) -> Norm:
 
 class _Adjoint(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, method: Adjoint, problem: Problem, *inputs: Tensor | None) -> Tensors:
-        results, _, _ = forward(problem)
-        y, outputs = problem.outputs.states(results), problem.outputs
+    def forward(ctx: Any, method: Adjoint, problem: Problem, found: list[Solved], *inputs: Tensor | None) -> Tensors:
+        solved, outputs = solve_without_graph(problem), problem.outputs
+        found.append(solved)
+        # The states from which the backward solve begins: at every output time, or at the last one.
+        y = solved.results if outputs.keeps_states else tuple(z[None] for z in solved.integration.state.point)
         ctx.set_materialize_grads(False)
         ctx.solver = method.solver or problem.solver
         ctx.controller = method.backward_controller(problem.controller, problem.field)
-        ctx.times, ctx.stats, ctx.outputs = problem.times, problem.stats, outputs.without_tensors()
+        ctx.times, ctx.stats, ctx.outputs = problem.times, solved.stats, outputs.fresh()
         ctx.field, fixed, n_theta = problem.field.without_tensors(), problem.field.fixed, len(problem.field.theta)
         ctx.sizes = 1, len(y), n_theta, len(outputs.theta), len(fixed), len(y)
         ctx.save_for_backward(*inputs, *fixed, *y)
-        return results
+        return solved.results
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -103,47 +114,75 @@ class _Adjoint(torch.autograd.Function):
         z0 = tuple(x.detach() for x in z0)
         f: Field = ctx.field.with_tensors(theta, fixed, wants_t=False)
         outputs: Outputs = ctx.outputs.with_tensors(observer, wants_t=t is not None)
-        n, times, z = len(y), ctx.times, tuple(leaf[-1] for leaf in y)
-        a = [torch.zeros_like(leaf[0]) for leaf in y]
-        a_theta = tuple(torch.zeros_like(p) for p in f.theta)
-        a_t, slope = [f.time(0.0)] * len(times), _augmented(f)
-        a_observer: list[Tensor | None] = [None] * len(observer)
-        with f.backward_pass(times[0], z0), outputs.backward_pass(times[0], z0):
-            require_same(f.is_as_first(times[0], z0))
-            for k in range(len(times) - 1, -1, -1):
-                if outputs.keeps:
-                    z = tuple(leaf[k] for leaf in y)  # the way back begins anew at each output
-                if t is not None and k == 0:
-                    a_t[0] = a_t[0] - dot(a, f(times[0], z))
-                with torch.enable_grad():
-                    g, g_observer, g_t = outputs.pull(times[k], z, k, grads)
-                accumulate(a, g)
-                accumulate(a_observer, g_observer)
-                if t is not None and k > 0:
-                    pairs = [(x, u) for x, u in zip(g, f(times[k], z), strict=True) if x is not None]
-                    a_t[k] = dot(*zip(*pairs, strict=True)) if pairs else a_t[k]
-                if g_t is not None:
-                    a_t[k] = a_t[k] + g_t
+        back = _AdjointSolve(f, outputs, ctx.times, ctx.solver, ctx.controller, y, t is not None)
+        with f.backward_pass(ctx.times[0], z0), outputs.backward_pass(ctx.times[0], z0):
+            require_same(f.is_as_first(ctx.times[0], z0))
+            for k in range(len(ctx.times) - 1, -1, -1):
+                back.pull_output(k, grads)
                 if k > 0:
-                    start, segment = (*z, *a, *a_theta), (times[k], times[k - 1])
-                    end, _ = integrate(
-                        slope, start, segment, ctx.solver, ctx.controller, lambda k, z: None, Stats(), warns=False
-                    )
-                    z, a, a_theta = end.point[:n], list(end.point[n : 2 * n]), end.point[2 * n :]
-        if not outputs.keeps:
-            _warn_of_drift(Floats(z, z), Floats(z0, z0), ctx.controller)
-        ctx.stats.n_evals_backward, ctx.stats.n_vjps = f.n_evals, f.n_vjps
-        return (None, None, None if t is None else torch.stack(a_t).to(t), *a, *a_theta, *a_observer)
+                    back.solve_to(k - 1)
+        if not outputs.keeps_states:
+            _warn_of_drift(Floats(back.z, back.z), Floats(z0, z0), ctx.controller)
+        ctx.stats.count_backward(n_evals_backward=f.n_evals, n_vjps=f.n_vjps)
+        a_t = None if t is None else torch.stack(back.a_t).to(t)
+        return (None, None, None, a_t, *back.a, *back.a_theta, *back.a_observer)
+
+
+class _AdjointSolve:
+    """The backward solve: z and the adjoints of z, theta and the times, from the last output time to the first."""
+
+    def __init__(
+        self,
+        f: Field,
+        outputs: Outputs,
+        times: Sequence[float],
+        solver: Solver,
+        controller: StepController,
+        y: Tensors,
+        wants_t: bool,
+    ):
+        self.f, self.outputs, self.times, self.y, self.wants_t = f, outputs, times, y, wants_t
+        self.solver, self.controller, self.slope = solver, controller, _augmented(f)
+        self.z = tuple(leaf[-1] for leaf in y)
+        self.a = [torch.zeros_like(leaf[0]) for leaf in y]
+        self.a_theta = tuple(torch.zeros_like(p) for p in f.theta)
+        self.a_observer: list[Tensor | None] = [None] * len(outputs.theta)
+        self.a_t = [f.time(0.0)] * len(times)
+
+    def pull_output(self, k: int, grads: Sequence[Tensor | None]) -> None:
+        """Add what the results depend on y[k]."""
+        t = self.times[k]
+        if self.outputs.keeps_states:
+            self.z = tuple(leaf[k] for leaf in self.y)  # the backward solve begins anew at each output
+        if self.wants_t and k == 0:
+            self.a_t[0] = self.a_t[0] - dot(self.a, self.f(t, self.z))
+        with torch.enable_grad():
+            g, g_observer, g_t = self.outputs.pull(k, t, self.z, grads)
+        accumulate(self.a, g)
+        accumulate(self.a_observer, g_observer)
+        if self.wants_t and k > 0:
+            pairs = [(x, u) for x, u in zip(g, self.f(t, self.z), strict=True) if x is not None]
+            self.a_t[k] = dot(*zip(*pairs, strict=True)) if pairs else self.a_t[k]
+        if g_t is not None:
+            self.a_t[k] = self.a_t[k] + g_t
+
+    def solve_to(self, k: int) -> None:
+        """Solve from times[k + 1] to times[k]."""
+        n, start = len(self.z), (*self.z, *self.a, *self.a_theta)
+        segment = self.times[k + 1], self.times[k]
+        end = integrate(self.slope, start, segment, self.solver, self.controller, warns=False).state.point
+        self.z, self.a, self.a_theta = end[:n], list(end[n : 2 * n]), end[2 * n :]
 
 
 def _warn_of_drift(reached: Floats, start: Floats, controller: StepController) -> None:
     """Without the outputs to begin anew from, the way back may part from the way forward for good."""
     tolerance = max(controller.rtol) if isinstance(controller, AdaptiveStep) else 0.0
-    drift = reached.distance(start, start, 1.0).row  # tolerances are not meant for small components
+    drift = reached.deviation(start, start, 1.0).row  # tolerances are not meant for small components
     if drift > max(TELL_LIMIT, 10 * tolerance):
         warn(
-            f"The adjoint's way back missed y0 by a relative {drift:.2g}: it parted from the solution, and the "
-            "gradient is about as wrong. Use gradient=MALI() or ACA(), or leave `observe` out: kept outputs lead it."
+            f"The backward solve of the adjoint missed y0 by a relative {drift:.2g}: it parted from the solution, and "
+            "the gradient is about as wrong. Use gradient=MALI() or ACA(), or leave `observe` out: kept outputs lead "
+            "it."
         )
 
 

@@ -1,12 +1,11 @@
-"""What a gradient method is: a value that solves a problem differentiably."""
+"""What a gradient method is: an immutable value that solves a problem differentiably."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,37 +13,35 @@ from torch.autograd import forward_ad
 
 from torchmali.controllers import StepController
 from torchmali.errors import DoubleBackwardError, NonRepeatableFieldError
-from torchmali.field.environment import Environment
 from torchmali.field.evaluate import Field
-from torchmali.integrate import Emit, SideEffects, integrate
+from torchmali.integrate import integrate
+from torchmali.loop.base import Integration
 from torchmali.outputs.base import Outputs
 from torchmali.solution import Stats
 from torchmali.solvers.base import Slope, Solver
-from torchmali.state.base import State
+from torchmali.solvers.leapfrog import Leapfrog
+from torchmali.state.fixed_point import FixedPointArithmetic
 from torchmali.state.floats import Floats
-from torchmali.state.traced import Traced
-from torchmali.state.vectors import Tensors, Time
+from torchmali.state.vectors import Tensors
 from torchmali.tape import Tape
 
 
-@dataclass
+@dataclass(frozen=True)
 class Problem:
     """A checked call of `solve`, on leaves."""
 
     field: Field
     z0: Tensors
     times: list[float]
-    t: Tensor | None  # the times as a tensor, where they require a gradient
+    t: Tensor | None  # the times as a tensor, if they require a gradient
     solver: Solver
     controller: StepController
     outputs: Outputs
-    stats: Stats
     wants_code: bool = False
-    record: tuple[State, Tape] | None = None  # how it ended, where a code of it is wanted
 
     @property
     def inputs(self) -> tuple[Tensor | None, ...]:
-        """All that may get a gradient, in the order of the autograd.Functions' inputs."""
+        """All tensors that may get a gradient, in the order of the autograd.Functions' inputs."""
         return (self.t, *self.z0, *self.field.theta, *self.outputs.theta)
 
     @property
@@ -56,42 +53,6 @@ class Problem:
     def span(self) -> float:
         return abs(self.times[-1] - self.times[0])
 
-    def integrate(self, z0: Tensors, times: Sequence[Time], emit: Emit, **how: Any) -> tuple[State, Tape]:
-        # Where bits count, f has to return those of the backward pass.
-        is_exact = how.get("arithmetic", Floats) is not Floats and how["arithmetic"] is not Traced
-        f = self.field.with_bits_of_backward() if is_exact else self.field
-        source = self.field.environment.source
-        source.begin(self.field.device)
-        with ExitStack() as stack:
-            for function in (self.field, *self.outputs.functions):
-                stack.enter_context(function.environment.forward_pass())
-            how["effects"] = _SideEffects(self.field.environment, self.outputs)
-            end, tape = integrate(f, z0, times, self.solver, self.controller, emit, self.stats, **how)
-        self.stats.n_evals_forward = self.field.n_evals
-        self._look_for_late_draws(f, z0, times, how)
-        return end, tape
-
-    def _look_for_late_draws(self, f: Slope, z0: Tensors, times: Sequence[Time], how: dict[str, Any]) -> None:
-        """Raise if a function drew random numbers, but none in its first evaluation, after which nothing is redirected.
-
-        If the default generators are where they were, none did. If they moved, it may have been another thread: the
-        solve is repeated, and only that tells.
-        """
-        source, functions = self.field.environment.source, (self.field, *self.outputs.functions)
-        suspects = [function for function in functions if not function.environment.draws]
-        if source.is_fresh or not suspects or not source.look():
-            return
-
-        def emit(k: int, z: Tensors) -> None:
-            self.outputs.show(times[k], z, k)
-
-        how = {name: value for name, value in how.items() if name != "tape"}
-        with ExitStack() as stack:
-            for function in functions:
-                stack.enter_context(function.refusing_draws())
-            stack.enter_context(torch.no_grad())
-            integrate(f, z0, times, self.solver, self.controller, emit, Stats(), **how)
-
     @property
     def wants_gradient(self) -> bool:
         # Forward-mode tangents count too: autograd then says that there is no rule for them, instead of giving zero.
@@ -99,31 +60,73 @@ class Problem:
         return torch.is_grad_enabled() and any(x.requires_grad or has_tangent(x) for x in inputs)
 
 
+class Solved(NamedTuple):
+    """A solved problem."""
+
+    results: Tensors  # of its outputs
+    stats: Stats
+    integration: Integration
+
+
+def solve_forward(problem: Problem, z0: Tensors, times: Any, **how: Any) -> Solved:
+    """Solve a problem from z0 in the grad mode that is on. how: options of `integrate`."""
+    field, outputs, stats = problem.field, problem.outputs, Stats()
+    # If bits count, f has to return those of the backward pass.
+    is_exact = isinstance(how.get("arithmetic"), FixedPointArithmetic)
+    f = field.with_bits_of_backward() if is_exact else field
+    field.environment.source.begin(field.device)
+    how["side_effects"] = field.environment
+    with ExitStack() as stack:
+        for function in (field, *outputs.functions):
+            stack.enter_context(function.environment.forward_pass())
+        done = integrate(f, z0, times, problem.solver, problem.controller, outputs, **how)
+    done.count(stats)
+    stats.count_forward(n_evals_forward=field.n_evals)
+    _raise_for_late_draws(problem, f, z0, times, how)
+    return Solved(outputs.results(), stats, done)
+
+
+def _raise_for_late_draws(problem: Problem, f: Slope, z0: Tensors, times: Any, how: dict[str, Any]) -> None:
+    """Raise if a function drew random numbers, but none in its first evaluation, after which nothing is redirected.
+
+    If the default generators are where they were, none did. If they moved, it may have been another thread: the solve
+    is repeated, and only that tells.
+    """
+    field, outputs = problem.field, problem.outputs
+    source, functions = field.environment.source, (field, *outputs.functions)
+    suspects = [function for function in functions if not function.environment.draws]
+    if source.is_fresh or not suspects or not source.look():
+        return
+    how = {name: value for name, value in how.items() if name != "tape"}
+    with ExitStack() as stack:
+        for function in functions:
+            stack.enter_context(function.refusing_draws())
+        stack.enter_context(torch.no_grad())
+        integrate(f, z0, times, problem.solver, problem.controller, outputs.again(), **how)
+
+
+@torch.no_grad()
+def solve_without_graph(problem: Problem, arithmetic: Any = Floats, tape: Tape | None = None) -> Solved:
+    """Solve a problem without a graph."""
+    z0 = tuple(z.detach() for z in problem.z0)
+    return solve_forward(problem, z0, problem.times, arithmetic=arithmetic, tape=tape)
+
+
+def through_function(function: Any, method: GradientMethod, problem: Problem) -> Solved:
+    """Solve through an autograd.Function, whose forward appends what it solved to a list: it returns tensors alone."""
+    found: list[Solved] = []
+    results = function.apply(method, problem, found, *problem.inputs)
+    return found[0]._replace(results=results)
+
+
 def has_tangent(x: Tensor) -> bool:
     """Whether forward-mode differentiation follows x."""
     return forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None
 
 
-class _SideEffects(SideEffects):
-    """What the evaluations of f, and the outputs, leave behind."""
-
-    def __init__(self, around: Environment, outputs: Outputs):
-        self.around, self.outputs = around, outputs
-
-    @property
-    def eps(self) -> float:
-        return self.around.eps
-
-    def mark(self) -> Any:
-        return self.around.mark(), self.outputs.mark()
-
-    def back_to(self, mark: Any) -> None:
-        around, outputs = mark
-        self.around.back_to(around)
-        self.outputs.back_to(outputs)
-
-
 class GradientMethod(ABC):
+    """How a solve is differentiated."""
+
     @property
     def on_integers(self) -> bool:
         """Whether it solves on an integer grid."""
@@ -136,23 +139,13 @@ class GradientMethod(ABC):
     def data_dependent_parts(self, solver: Solver, controller: StepController) -> list[str]:
         """What lets the number of evaluations of f depend on the data, each with what to use in its place."""
         found = [f"{type(controller).__name__} (use FixedStep(h))"] if controller.adaptive else []
-        if solver.refresh_policy == "auto":
+        if isinstance(solver, Leapfrog) and solver.refresh_policy == "auto":
             found.append(f'{solver} (use refresh="never", or a number of steps)')
         return found
 
     @abstractmethod
-    def solve(self, problem: Problem) -> Tensors:
-        """What the outlet makes of the solution."""
-
-
-@torch.no_grad()
-def forward(problem: Problem, **how: Any) -> tuple[Tensors, State, Tape]:
-    """Solve without a graph: the results, the end state and the tape. how: arithmetic and tape of `integrate`."""
-    outputs, times = problem.outputs, problem.times
-    z0 = tuple(z.detach() for z in problem.z0)
-    end, tape = problem.integrate(z0, times, lambda k, z: outputs.emit(times[k], z, k), **how)
-    problem.record = (end, tape) if problem.wants_code else None
-    return outputs.results(), end, tape
+    def solve(self, problem: Problem) -> Solved:
+        """The solution, with results that can be differentiated."""
 
 
 def refuse_double_backward(method: str) -> None:

@@ -11,14 +11,14 @@ import torch
 
 from torchmali.controllers import StepController
 from torchmali.errors import IncompatibleError, InvalidOptionError, warn
-from torchmali.gradients.base import Problem
+from torchmali.gradients.base import Problem, Solved
 from torchmali.gradients.replay import LIMITS, BackwardPass, ReplayGradient
 from torchmali.solution import TELL_LIMIT, short_repr
 from torchmali.solvers.base import ReversibleSolver, Solver
-from torchmali.state.base import State
+from torchmali.solvers.leapfrog import Leapfrog
+from torchmali.state.base import RewindableState
 from torchmali.state.fixed_point import FixedPoint, FixedPointArithmetic
 from torchmali.state.floats import Floats
-from torchmali.state.vectors import Tensors
 from torchmali.tape import Tape
 
 UNITS = {"B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -71,9 +71,10 @@ class MALI(ReplayGradient):
             raise IncompatibleError(
                 f"MALI needs a solver with an inverse, but {name} has none. Use solver=ALF(), or gradient=ACA()."
             )
-        if self.exact and not solver.is_exact_on_integers:
+        if self.exact and not (isinstance(solver, Leapfrog) and solver.is_exact_on_integers):
             raise IncompatibleError(
-                f"MALI(exact={self.exact!r}) needs a solver that lifts to integers: ALF without damping, not {solver}."
+                f"MALI(exact={self.exact!r}) needs a solver that is exact on integers, ALF without damping; got "
+                f"{solver}."
             )
         if solver.amplification != 1 and self.checkpoint_every is None and not self.unsafe_damping:
             raise IncompatibleError(
@@ -87,7 +88,7 @@ class MALI(ReplayGradient):
         return FixedPointArithmetic(self.exact == "int64", span) if self.exact else Floats
 
     @property
-    def state(self) -> type[State]:
+    def state(self) -> type[RewindableState]:
         return FixedPoint if self.exact else Floats
 
     def data_dependent_parts(self, solver: Solver, controller: StepController) -> list[str]:
@@ -123,7 +124,7 @@ class MALI(ReplayGradient):
         return 2 * sum(z.numel() * (8 if self.exact == "int64" else z.itemsize) for z in problem.z0)
 
     def _warn_of_damping(self, problem: Problem) -> None:
-        solver, n_steps = problem.solver, problem.controller.count(problem.times)
+        solver, n_steps = problem.solver, problem.controller.n_steps(problem.times)
         assert isinstance(solver, ReversibleSolver)
         factor = solver.amplification
         eps = torch.finfo(problem.coarsest).eps
@@ -134,10 +135,10 @@ class MALI(ReplayGradient):
             'is wrong; checkpoint_every="auto" keeps it right.'
         )
 
-    def judge_forward(self, problem: Problem, y: Tensors, end: State, tape: Tape) -> None:
-        longest, every = _longest(problem), tape.keep_every
+    def judge_forward(self, problem: Problem, solved: Solved) -> None:
+        longest, every = _longest(problem), solved.integration.tape.keep_every
         if self.memory is not None and longest is not None and every is not None:
-            needed = math.ceil(problem.stats.n_steps / longest) * self._bytes_of_state(problem)
+            needed = math.ceil(solved.stats.n_steps / longest) * self._bytes_of_state(problem)
             if every > longest:
                 raise InvalidOptionError(
                     f"MALI(memory={self.memory!r}) leaves {every} steps between checkpoints, but {problem.solver} can "
@@ -145,17 +146,17 @@ class MALI(ReplayGradient):
                     "eta=1."
                 )
 
-    def judge_backward(self, way: BackwardPass) -> None:
+    def judge_backward(self, passed: BackwardPass) -> None:
         # The order of the error alone: what training says at every step in the same words, Python shows once.
-        drift = way.drift
+        drift = passed.drift
         size = f"above {10.0 ** math.floor(math.log10(drift)):g}" if 0 < drift < math.inf else f"of {drift:g}"
         error = f"MALI rebuilt a state with a relative error {size}: round-off grew on the way back"
-        if way.gain > TELL_LIMIT:
+        if passed.gain > TELL_LIMIT:
             warn(
                 f"{error}. Segments were solved again with more states kept, so the gradient is right, but took "
                 "longer and more memory (stats.n_reruns). MALI(exact=True) or a smaller checkpoint_every=K avoids that."
             )
-        elif not self.reruns and drift > max(way.coarseness, TELL_LIMIT):
+        elif not self.reruns and drift > max(passed.coarseness, TELL_LIMIT):
             warn(
                 f"{error}, or f is not the function it was in the forward pass, and the gradient is about as wrong. "
                 'Use MALI(checkpoint_every="auto") or MALI(exact=True), or gradient=ACA().'

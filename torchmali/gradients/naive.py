@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from torchmali.gradients.base import GradientMethod, Problem
+from torchmali.gradients.base import GradientMethod, Problem, Solved, solve_forward
 from torchmali.state.traced import Traced
-from torchmali.state.vectors import Tensors
 
 
 @dataclass(frozen=True)
@@ -22,13 +22,10 @@ class Naive(GradientMethod):
 
     through_search: bool = False
 
-    def solve(self, problem: Problem) -> Tensors:
-        shown: list[Tensors] = []
-        outputs, times = problem.outputs, problem.times
+    def solve(self, problem: Problem) -> Solved:
+        times: list[Any] = problem.times
         if problem.t is not None or self.through_search:
             # On the host: deciding where to step must not wait for a device.
             t = torch.tensor(times, dtype=torch.float64) if problem.t is None else problem.t.to("cpu", torch.float64)
             times = list(t.unbind())
-        how = {"arithmetic": Traced, "through_search": self.through_search}
-        problem.integrate(problem.z0, times, lambda k, z: shown.append(outputs.show(times[k], z, k)), **how)
-        return outputs.gather(shown)
+        return solve_forward(problem, problem.z0, times, arithmetic=Traced, through_search=self.through_search)

@@ -1,9 +1,10 @@
-"""The backward walk over the tape, shared by ACA and MALI.
+"""The backward pass over a tape, shared by ACA and MALI.
 
-Which steps keep their state is the whole difference between the two: all, or none, or every K-th. What is kept divides
-the tape into segments. The walk goes back over one segment after the other; where the solver is inverted, the state
-that it rebuilt is compared with the one that was kept, the walk goes on from the latter, and a segment that could not
-be rebuilt is solved and walked again, with more states kept.
+Which steps keep their state is the whole difference between the two: all, or none, or every K-th. The kept states
+divide the tape into segments. The backward pass pulls the cotangent back over one segment after the other. If the
+solver is inverted, the state that it rebuilds at the start of a segment is compared with the kept one, and the pass
+goes on from the latter; a segment that could not be rebuilt is solved again with more states kept, and pulled back once
+more.
 """
 
 from __future__ import annotations
@@ -20,13 +21,23 @@ import torch
 from torch import Tensor
 
 from torchmali.field.evaluate import Field
-from torchmali.gradients.base import GradientMethod, Problem, forward, refuse_double_backward, require_same
+from torchmali.gradients.base import (
+    GradientMethod,
+    Problem,
+    Solved,
+    refuse_double_backward,
+    require_same,
+    solve_without_graph,
+    through_function,
+)
 from torchmali.outputs.base import Outputs
-from torchmali.solvers.base import Cotangent, Inside, Passed, Solver, accumulate
-from torchmali.state.base import RebuildError, Snapshot, State
+from torchmali.solvers.base import AugmentedSolver, InnerOutput, Solver, StepBack
+from torchmali.solvers.cotangent import Cotangent, accumulate
+from torchmali.state.base import Deviation, RewindableState, Snapshot, State
+from torchmali.state.fixed_point import FixedPoint
 from torchmali.state.floats import Floats
 from torchmali.state.vectors import Tensors, rows
-from torchmali.tape import Event, Output, Refresh, Rescale, Step, Tape
+from torchmali.tape import Event, Output, Refresh, Start, Step, Tape, rewind
 
 
 class Limits(NamedTuple):
@@ -37,7 +48,7 @@ class Limits(NamedTuple):
     row: float  # above this drift on the scale of a row it is not trusted: perhaps f is another function
     effect: float  # in between: by what the drift does to the gradient, relative, for each root of a step
 
-    def hold(self, drift: RebuildError, rounding: float) -> bool:
+    def hold(self, drift: Deviation, rounding: float) -> bool:
         """Whether a drift is small whatever f is. rounding: what round-off makes of a row where nothing amplifies it.
 
         Where all components of a row are off by `drift.row` of the largest, those smaller than drift.row / some of it
@@ -54,12 +65,12 @@ SMALL = 1e-3  # of the largest gradient: rows and parameters with less are judge
 
 
 class ReplayGradient(GradientMethod):
-    """A gradient method that keeps the tape of the forward pass and walks back over it."""
+    """A gradient method that keeps the tape of the forward pass and follows it back."""
 
     inverts: ClassVar[bool]  # states are rebuilt, not kept: compare them where they are known
     reruns: ClassVar[bool] | bool = False  # and solve again what could not be rebuilt
 
-    state: ClassVar[type[State]] = Floats
+    state: ClassVar[type[RewindableState]] = Floats
 
     def arithmetic(self, span: float) -> Any:
         """What makes the first state of a solve over a time span."""
@@ -67,39 +78,44 @@ class ReplayGradient(GradientMethod):
 
     @abstractmethod
     def tape(self, problem: Problem) -> Tape:
-        """What the forward pass is to keep."""
+        """An empty tape that says what the forward pass is to keep."""
 
-    def solve(self, problem: Problem) -> Tensors:
-        if not problem.wants_gradient:
-            tape = self.tape(problem) if problem.wants_code else None
-            results, end, tape = forward(problem, arithmetic=self.arithmetic(problem.span), tape=tape)
-            self.judge_forward(problem, problem.outputs.states(results), end, tape)
-            return results
-        return _Replay.apply(self, problem, *problem.inputs)  # type: ignore[return-value]
+    def solve(self, problem: Problem) -> Solved:
+        if problem.wants_gradient:
+            return through_function(_Replay, self, problem)
+        return self.solve_forward(problem, self.tape(problem) if problem.wants_code else None)
 
-    def judge_forward(self, problem: Problem, y: Tensors, end: State, tape: Tape) -> None:
+    def solve_forward(self, problem: Problem, tape: Tape | None) -> Solved:
+        solved = solve_without_graph(problem, self.arithmetic(problem.span), tape)
+        self.judge_forward(problem, solved)
+        return solved
+
+    def judge_forward(self, problem: Problem, solved: Solved) -> None:
         """Look at a finished forward pass."""
 
-    def judge_backward(self, way: BackwardPass) -> None:
+    def judge_backward(self, passed: BackwardPass) -> None:
         """Look at a finished backward pass."""
 
 
 class _Replay(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, method: ReplayGradient, problem: Problem, *inputs: Tensor | None) -> Tensors:
-        results, end, tape = forward(problem, arithmetic=method.arithmetic(problem.span), tape=method.tape(problem))
-        outputs = problem.outputs
-        method.judge_forward(problem, outputs.states(results), end, tape)
+    def forward(
+        ctx: Any, method: ReplayGradient, problem: Problem, found: list[Solved], *inputs: Tensor | None
+    ) -> Tensors:
+        solved = method.solve_forward(problem, method.tape(problem))
+        found.append(solved)
+        end, tape = solved.integration.state, solved.integration.tape
+        assert isinstance(end, RewindableState)
         ctx.set_materialize_grads(False)
-        ctx.method, ctx.events, ctx.stats = method, tape.events, problem.stats
-        ctx.times, ctx.outputs = problem.times, outputs.without_tensors()
+        ctx.method, ctx.events, ctx.stats = method, tape.events, solved.stats
+        ctx.times, ctx.outputs = problem.times, problem.outputs.fresh()
         ctx.field, ctx.solver = problem.field.without_tensors(), problem.solver
         snapshots = [end.snapshot(), *tape.kept]
         ctx.forms = [(len(snapshot.tensors), snapshot.form) for snapshot in snapshots]
         fixed = problem.field.fixed
-        ctx.sizes = 1, len(problem.z0), len(problem.field.theta), len(outputs.theta), len(fixed)
+        ctx.sizes = 1, len(problem.z0), len(problem.field.theta), len(problem.outputs.theta), len(fixed)
         ctx.save_for_backward(*inputs, *fixed, *(x for snapshot in snapshots for x in snapshot.tensors))
-        return results
+        return solved.results
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -109,42 +125,42 @@ class _Replay(torch.autograd.Function):
         t, z0, theta, observer, fixed = (tuple(islice(saved, size)) for size in ctx.sizes)
         # Detached: an f that calls y.requires_grad_() leaves its mark.
         end, *kept = (Snapshot(tuple(x.detach() for x in islice(saved, size)), form) for size, form in ctx.forms)
-        f = ctx.field.with_tensors(theta, fixed, wants_t=ctx.needs_input_grad[2])
+        f = ctx.field.with_tensors(theta, fixed, wants_t=ctx.needs_input_grad[3])
         cotangents = OutputCotangents(ctx.outputs.with_tensors(observer, f.wants_t), ctx.times, grads)
         state = method.state.restore(end)
-        way = BackwardPass(f, ctx.solver, tuple(z.detach() for z in z0), cotangents, method.inverts, method.reruns)
+        z0 = tuple(z.detach() for z in z0)
+        passed = BackwardPass(f, ctx.solver, z0, cotangents, method.inverts, method.reruns)
+        start = ctx.times[0], z0
         # Gradients for f and the observer; nothing else here requires one.
-        start = ctx.times[0], way.z0
         with f.backward_pass(*start), cotangents.outputs.backward_pass(*start), torch.enable_grad():
-            _, a = way.back(ctx.events, kept, state, way.nothing(state))
-        ctx.stats.n_evals_backward, ctx.stats.n_vjps, ctx.stats.n_reruns = f.n_evals, f.n_vjps, way.n_reruns
+            _, a = passed.run(ctx.events, kept, state, passed.zero(state))
+        ctx.stats.count_backward(n_evals_backward=f.n_evals, n_vjps=f.n_vjps, n_reruns=passed.n_reruns)
         if method.inverts:
-            ctx.stats.reconstruction_error = way.drift
-        method.judge_backward(way)
+            ctx.stats.count_backward(reconstruction_error=passed.drift)
+        method.judge_backward(passed)
         a_t = torch.stack([f.time(x) for x in a.times]).to(t[0]) if f.wants_t else None
-        return (None, None, a_t, *a.sums, *a.observer)
+        return (None, None, None, a_t, *a.sums, *a.observer)
 
 
 @dataclass(frozen=True)
 class OutputCotangents:
-    """The output times, from behind."""
+    """Cotangents of the outputs, consumed from the last to the first."""
 
     outputs: Outputs
     times: Sequence[float]
     grads: Sequence[Tensor | None]  # dL/d(results)
 
     def pull(self, k: int, z: Tensors, a: Cotangent) -> Sequence[Tensor | None]:
-        """dL/dy[k]; what else depends on it goes into `a`."""
-        a_z, a_observer, a_t = self.outputs.pull(self.times[k], z, k, self.grads)
-        accumulate(a.observer, a_observer)
-        if a_t is not None:
-            a.times[k] = a.times[k] + a_t
-        return a_z
+        """dL/dy[k]; the other gradients go into `a`."""
+        pulled = self.outputs.pull(k, self.times[k], z, self.grads)
+        accumulate(a.observer, pulled.theta)
+        a.add_to_time(k, pulled.t)
+        return pulled.z
 
 
 @dataclass
 class BackwardPass:
-    """The way back of one backward pass."""
+    """One backward pass over a tape, from segment to segment between known states."""
 
     f: Field
     solver: Solver
@@ -155,14 +171,15 @@ class BackwardPass:
     drift: float = 0.0  # the worst of what was rebuilt
     n_reruns: int = 0
     gain: float = 0.0  # how wrong the gradient would have been without them, relative
-    coarseness: float = 0.0  # of f, where it computes in lower precision: what it jumps by where z is rounded
+    coarseness: float = 0.0  # of f, if it computes in lower precision: what it jumps by where z is rounded
     is_sure: bool = True  # of that; else a cast was seen, whose result f may have no use for
 
     def __post_init__(self):
-        around = self.f.environment
-        self.coarseness, self.is_sure = around.coarseness, around.is_cast
+        environment = self.f.environment
+        self.coarseness, self.is_sure = environment.coarseness, environment.is_cast
 
-    def nothing(self, state: State) -> Cotangent:
+    def zero(self, state: State) -> Cotangent:
+        """The cotangent at the end, before the last output."""
         return Cotangent.zero(state, len(self.f.theta), len(self.cotangents.outputs.theta), len(self.cotangents.times))
 
     @property
@@ -174,46 +191,97 @@ class BackwardPass:
         """The drift on the scale of a row up to which f is the function that it was."""
         return self.f.environment.coarseness or self.limits.row
 
-    def back(
-        self, events: Sequence[Event], kept: Sequence[Snapshot], state: State, a: Cotangent
-    ) -> tuple[State, Cotangent]:
-        """Pull `a` back over the tape, from its end, where `state` is: the state at its start, and dL/d(...) there."""
-        end = len(events)
+    def run(
+        self, events: Sequence[Event], kept: Sequence[Snapshot], state: RewindableState, a: Cotangent
+    ) -> tuple[RewindableState, Cotangent]:
+        """Pull `a` back over a tape, from its end, where `state` is; return the state and the cotangent at its start.
+
+        A segment begins where the state is known: at the start, at a refresh, at a step whose state was kept.
+        """
         heads = [
             (i, event)
             for i, event in enumerate(events)
-            if isinstance(event, Refresh) or (isinstance(event, Step) and event.before is not None)
+            if isinstance(event, (Start, Refresh)) or (isinstance(event, Step) and event.before is not None)
         ]
+        end = len(events)
         for i, head in reversed(heads):
-            segment = events[i + isinstance(head, Refresh) : end]
-            after, end = state.fork(), i
-            aside = a.set_aside() if self.reruns and not a.is_new else None
-            compares = self.compares or a.is_new  # a walk over kept states: once, for another f would not be noticed
-            state = pull_back(self.f, self.solver, segment, kept, state, a, self.cotangents, compares)
-            a.is_new = False
-            if head.before is not None:
-                truth = state.back_to(kept[head.before])
-            else:
-                truth = state.started_at(self.z0)
-            start = self._refreshed(head, truth, a) if isinstance(head, Refresh) else truth
-            is_wanting = compares and not self._trusts(state, start, after, segment, a)
-            if aside:
-                a.take_back(aside)
-            again = self._again(segment, start, after, aside or self.nothing(state)) if is_wanting else None
-            if again is not None:
-                if isinstance(head, Refresh):
-                    self._refreshed(head, truth, again)
-                self.gain = max(self.gain, _difference(a.sums, again.sums))
-                a = again
-            state = truth
-        return pull_back(self.f, self.solver, events[:end], kept, state, a, self.cotangents), a
+            segment, end = events[i + (not isinstance(head, Step)) : end], i
+            state, a = self._pull_segment(head, segment, kept, state, a)
+        return self.pull_back(events[:end], kept, state, a), a
 
-    def _refreshed(self, head: Refresh, before: State, a: Cotangent) -> State:
-        """Pull `a` back over a refresh; the state that it made."""
-        renewed, g_t = self.solver.pull_refresh(self.f, head.t, before, a)
-        if g_t is not None:
-            a.times[head.k] = a.times[head.k] + g_t
-        return renewed
+    def _pull_segment(
+        self,
+        head: Start | Refresh | Step,
+        segment: Sequence[Event],
+        kept: Sequence[Snapshot],
+        state: RewindableState,
+        a: Cotangent,
+    ) -> tuple[RewindableState, Cotangent]:
+        """Pull `a` back over one segment, and over the event at its head; solve the segment again if it drifted."""
+        after = state.fork()
+        aside = a.set_aside() if self.reruns and not a.is_new else None
+        compares = self.compares or a.is_new  # over kept states once, or another f would not be noticed
+        state = self.pull_back(segment, kept, state, a, compares)
+        a.begun()
+        if isinstance(head, Start):
+            truth = state.started_at(self.z0)
+        else:
+            assert head.before is not None
+            truth = state.rebuilt_with(kept[head.before])
+        start = self._pull_head(head, truth, a)
+        is_wanting = compares and not self._trusts(state, start, after, segment, a)
+        if aside:
+            a.take_back(aside)
+        again = self._rerun(segment, start, after, aside or self.zero(state)) if is_wanting else None
+        if again is None:
+            return truth, a
+        self._pull_head(head, truth, again)
+        self.gain = max(self.gain, _difference(a.sums, again.sums))
+        return truth, again
+
+    def _pull_head(self, head: Start | Refresh | Step, before: RewindableState, a: Cotangent) -> RewindableState:
+        """Pull `a` back over the event at the head of a segment; return the state with which the segment begins."""
+        if isinstance(head, Step) or not isinstance(self.solver, AugmentedSolver):
+            return before
+        started, g_t = self.solver.pull_start(self.f, head.t, before, a)
+        a.add_to_time(head.k, g_t)
+        assert isinstance(started, RewindableState)
+        return started
+
+    def pull_back(
+        self,
+        segment: Sequence[Event],
+        kept: Sequence[Snapshot],
+        state: RewindableState,
+        a: Cotangent,
+        compares: bool = False,
+    ) -> RewindableState:
+        """Pull `a` back over events without refreshes; return the state before them.
+
+        compares: the caller compares that state with the kept one.
+        """
+        f, solver, cotangents = self.f, self.solver, self.cotangents
+        inside: list[InnerOutput] = []
+
+        def undo_step(step: Step, state: RewindableState) -> State:
+            before = None
+            # On integers the start is rebuilt to the bit, so that a kept one has nothing to add.
+            if step.before is not None and not isinstance(state, FixedPoint):
+                before = state.rebuilt_with(kept[step.before])
+            back = solver.pullback(f, StepBack(step.t0, step.t1, before, inside, compares), state, a)
+            if f.wants_t:
+                a.finish_step(step.k0, step.k1, [output.k for output in inside])
+            inside.clear()
+            return back
+
+        def on_output(output: Output, state: RewindableState) -> None:
+            if output.inside is not None:
+                inside.append(InnerOutput(output.k, output.inside, partial(cotangents.pull, output.k, a=a)))
+                return
+            z = () if cotangents.outputs.keeps_states else state.point
+            accumulate(a.z, cotangents.pull(output.k, z, a))
+
+        return rewind(segment, kept, state, undo_step, on_output)
 
     def _trusts(self, rebuilt: State, truth: State, after: State, segment: Sequence[Event], a: Cotangent) -> bool:
         steps = [event for event in segment if isinstance(event, Step)]
@@ -221,8 +289,8 @@ class BackwardPass:
             return True
         span = steps[-1].t1 - steps[0].t0
         limits = self.limits
-        drift = rebuilt.distance(truth, after, self.solver.scale_of_v(span), limits[:2])
-        if rebuilt.is_bounded:  # nothing but another f can lead astray there
+        drift = rebuilt.deviation(truth, after, self._scale_of_v(span), limits[:2])
+        if isinstance(rebuilt, FixedPoint):  # nothing but another f can lead astray there
             require_same(drift.component == 0)
         is_small = limits.hold(drift, 8 * self.f.environment.eps_of_state * math.sqrt(len(steps)))
         if self.coarseness and not self.is_sure and not is_small:
@@ -237,6 +305,9 @@ class BackwardPass:
         if coarse or drift.row > limits.row:
             return False
         return self._effect(steps[0].t0, rebuilt, truth, span, a) <= limits.effect * math.sqrt(len(steps))
+
+    def _scale_of_v(self, span: float) -> float:
+        return self.solver.scale_of_v(span) if isinstance(self.solver, AugmentedSolver) else 1.0
 
     def _is_coarse(self, t: float, z: Tensors) -> bool:
         """Whether f rounds z: moved by far less than that rounding, it does not follow as it does a larger move.
@@ -276,26 +347,29 @@ class BackwardPass:
         effect = torch.where(offs == 0, 0.0, offs / sizes).amax().item()
         return effect if math.isfinite(effect) else math.inf
 
-    def _again(self, segment: Sequence[Event], state: State, after: State, a: Cotangent) -> Cotangent | None:
-        """Solve a segment again from its start, keep about the root of its states, and walk back once more.
+    def _rerun(
+        self, segment: Sequence[Event], state: RewindableState, after: RewindableState, a: Cotangent
+    ) -> Cotangent | None:
+        """Solve a segment again from its start, keep about the root of its states, and pull back once more.
 
         None: it was one step that was differentiated from its start already.
         """
         steps = [event for event in segment if isinstance(event, Step)]
         n, from_start = len(steps), bool(steps) and steps[0].before is not None
         tape = Tape(keep_every=max(1, math.isqrt(n)))
+        now: Any = state
         with torch.no_grad():
             for event in segment:
                 if isinstance(event, Step):
-                    tape.step(*event[:4], state)
-                    state = self.solver.step(self.f, event.t0, event.t1, state, None, adaptive=False).state
+                    tape.step(*event[:4], now)
+                    now = self.solver.step(self.f, event.t0, event.t1, now, None, adaptive=False).state
                 else:
                     tape.events.append(event)
-        require_same(state.distance(after, after, 1.0).row <= self.same)
+        require_same(now.deviation(after, after, 1.0).row <= self.same)
         if n == 0 or (n == 1 and from_start) or not self.reruns:
             return None
         self.n_reruns += 1
-        return self.back(tape.events, tape.kept, state.fork(), a)[1]
+        return self.run(tape.events, tape.kept, now.fork(), a)[1]
 
 
 def _norm(x: Sequence[Tensor | None]) -> Tensor:
@@ -313,41 +387,3 @@ def _difference(found: Sequence[Tensor | None], truth: Sequence[Tensor | None]) 
     """|found - truth| / |truth|"""
     pairs = [(x, y) for x, y in zip(found, truth, strict=True) if x is not None and y is not None]
     return _quotient(_norm([x - y for x, y in pairs]), _norm([y for _, y in pairs]))
-
-
-def pull_back(
-    f: Field,
-    solver: Solver,
-    events: Sequence[Event],
-    kept: Sequence[Snapshot],
-    state: State,
-    a: Cotangent,
-    cotangents: OutputCotangents,
-    compares: bool = False,
-) -> State:
-    """Pull dL/dy back over a slice of the tape without renewals: the state at its start. Works on `a` in place.
-
-    compares: the caller looks at how well that state meets the kept one.
-    """
-    inside: list[Inside] = []
-    for event in reversed(events):
-        if isinstance(event, Step):
-            before = None if event.before is None else state.back_to(kept[event.before])
-            state = solver.pullback(f, Passed(event.t0, event.t1, before, inside, compares), state, a)
-            if f.wants_t:
-                a.times[event.k0] = a.times[event.k0] + a.t0
-                a.times[event.k1] = a.times[event.k1] + a.t1
-                for output, dt in zip(inside, a.inside, strict=True):
-                    a.times[output.k] = a.times[output.k] + dt
-                a.t0, a.t1, a.inside = 0.0, 0.0, ()
-            inside = []
-        elif isinstance(event, Output):
-            if event.inside is not None:
-                inside.append(Inside(event.k, event.inside, partial(cotangents.pull, event.k, a=a)))
-            else:
-                z = () if cotangents.outputs.keeps else state.point
-                accumulate(a.z, cotangents.pull(event.k, z, a))
-        elif isinstance(event, Rescale):
-            assert event.lost is not None
-            state = state.unscaled(event.change, kept[event.lost])
-    return state

@@ -1,4 +1,7 @@
-"""What becomes of y at the output times: it is kept, or observed and let go."""
+"""What a solve returns: made from its accepted steps, and differentiated from its last output time to its first.
+
+A new kind of output is a subclass of `Outputs`. `solve(..., outputs=...)` takes it, with every gradient method.
+"""
 
 from __future__ import annotations
 
@@ -10,65 +13,156 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from torchmali.field.evaluate import Field
+from torchmali.solvers.base import Attempt, InterpolatingSolver, Slope, Solver
+from torchmali.state.base import State
 from torchmali.state.vectors import Tensors, Time
+from torchmali.tape import Output
+
+
+class AcceptedStep:
+    """A step that was accepted, from `before` at t0 to `end` at t1."""
+
+    def __init__(self, f: Slope, solver: Solver, t0: Time, t1: Time, before: State, attempt: Attempt, end: State):
+        self.f, self.solver, self.t0, self.t1 = f, solver, t0, t1
+        self.before, self.attempt, self.end = before, attempt, end
+        self.carry = attempt.carry  # f(t1, z1), if it is known
+
+    def ending_in(self, end: State) -> AcceptedStep:
+        """The same step, with an end state that was rounded."""
+        if end is self.end:
+            return self
+        return AcceptedStep(self.f, self.solver, self.t0, self.t1, self.before, self.attempt, end)
+
+    def at(self, times: Sequence[Time]) -> list[Tensors]:
+        """z at times inside the step, from the solver's interpolant."""
+        assert isinstance(self.solver, InterpolatingSolver)
+        ys, self.carry = self.solver.interpolate(self.f, self.t0, self.t1, self.before, self.attempt, times)
+        return ys
 
 
 class Pulled(NamedTuple):
-    """What dL/dresults makes of one output time."""
+    """Cotangents of one output time, made from dL/dresults."""
 
     z: Sequence[Tensor | None]  # dL/dy
-    theta: Sequence[Tensor | None] = ()  # dL/d(parameters of the observer)
-    t: Tensor | None = None  # dL/dt, for the t that the observer sees
+    theta: Sequence[Tensor | None] = ()  # dL/d(parameters of the outputs themselves)
+    t: Tensor | None = None  # dL/dt, for the t that `record` was given
 
 
 class Outputs(ABC):
-    theta: Sequence[Tensor] = ()  # what may get a gradient here
-    keeps: bool  # every y
+    """What becomes of y(t) at the output times.
+
+    A subclass needs `record`, `results` and `pull`. Where steps are taken back (MALI(exact=True) only), `contents` and
+    `restore_contents` must undo `record`, unless recording y[k] again replaces what was there.
+    """
+
+    theta: Sequence[Tensor] = ()  # tensors of the outputs themselves that may get a gradient
+    keeps_states: bool = False  # the results hold y at every output time
+
+    times: Sequence[Time] = ()
+    stops: bool = True  # steps end on every output time; else on the last one, and others are interpolated
+    waiting: int = 1  # the first output that has not been recorded
+    is_traced: bool = False  # y has a graph that the results must not lose (Naive)
 
     @abstractmethod
-    def show(self, t: Time, z: Tensors, k: int) -> Tensors:
-        """What there is to collect of y[k] = z, differentiably."""
-
-    @abstractmethod
-    def gather(self, shown: Sequence[Tensors]) -> Tensors:
-        """The results, from what was shown at each output time."""
-
-    @abstractmethod
-    def emit(self, t: Time, z: Tensors, k: int) -> None:
-        """The same without a graph and without a list: take y[k] in."""
+    def record(self, k: int, t: Time, z: Tensors) -> None:
+        """Take in y[k] = z, at time t. If `is_traced`, z has a graph."""
 
     @abstractmethod
     def results(self) -> Tensors:
-        """Of all that was emitted."""
+        """The results: tensors that may be differentiated."""
 
     @abstractmethod
-    def pull(self, t: Time, z: Tensors, k: int, grads: Sequence[Tensor | None]) -> Pulled:
-        """Back from dL/dresults to y[k] = z."""
+    def pull(self, k: int, t: Time, z: Tensors, grads: Sequence[Tensor | None]) -> Pulled:
+        """From dL/dresults to y[k] = z."""
 
-    def mark(self) -> Any:
-        """What has been taken in so far, to come `back_to`."""
+    def solution(self, results: Tensors) -> tuple[Tensors, Tensor | None]:
+        """What `Solution` holds: the leaves of y, and what was observed."""
+        return results, None
+
+    def contents(self) -> Any:
+        """What has been recorded so far, for `restore_contents`."""
         return None
 
-    def back_to(self, mark: Any) -> None:
-        """Forget what was emitted since: it will be emitted again."""
+    def restore_contents(self, contents: Any) -> None:
+        """Forget what was recorded since: it will be recorded again."""
         return None
 
-    def states(self, results: Tensors) -> Tensors:
-        """Those of the results that are states, time first."""
-        return results
-
-    def without_tensors(self) -> Outputs:
-        """For the backward pass."""
+    def fresh(self) -> Outputs:
+        """These outputs before the solve, without what they have recorded and without tensors of their own."""
         return self
 
+    def again(self) -> Outputs:
+        """These outputs before the solve, to be recorded a second time."""
+        return self.fresh()
+
     def with_tensors(self, theta: Sequence[Tensor], wants_t: bool) -> Outputs:
+        """These outputs for a backward pass, with `theta` as it was saved."""
         return self
 
     @property
     def functions(self) -> Sequence[Field]:
-        """The functions of the user's that are called here."""
+        """The user's functions that are called by `record`."""
         return ()
 
     def backward_pass(self, t: float, z: Tensors) -> AbstractContextManager:
-        """Around all calls of `pull`. t, z: of the first output."""
+        """A context around all calls of `pull`. t, z: those of the first output."""
         return nullcontext()
+
+    def begin(self, times: Sequence[Time], stops: bool, is_traced: bool) -> None:
+        """Begin a solve. stops: whether steps end on every output time. is_traced: whether autograd follows it."""
+        self.times, self.stops, self.waiting, self.is_traced = times, stops, 1, is_traced
+
+    @property
+    def stop(self) -> int:
+        """The output on which steps end next."""
+        return self.waiting if self.stops else len(self.times) - 1
+
+    def ends(self, t1: Time) -> tuple[int, int]:
+        """The output times with which the ends of a step to t1 move (see tape.Step)."""
+        k0 = self.waiting - 1 if self.stops else 0
+        return k0, self.stop if t1 is self.times[self.stop] else k0
+
+    def accept(self, step: AcceptedStep) -> list[Output]:
+        """Record the outputs inside the step and at its end; return them for the tape."""
+        stop, found = self.stop, []
+        if not self.stops:
+            found = self._inside(stop, step)
+        if step.t1 is self.times[stop]:
+            found.append(Output(stop, None))
+            self.record(stop, self.times[stop], step.end.point)
+            self.waiting = stop + 1
+        return found
+
+    def _inside(self, stop: int, step: AcceptedStep) -> list[Output]:
+        times, first, forward = self.times, self.waiting, self.times[-1] > self.times[0]
+        end = first
+        while end < stop and (times[end] <= step.t1 if forward else times[end] >= step.t1):
+            end += 1
+        if end == first:
+            return []
+        inside = range(first, end)
+        for k, y in zip(inside, step.at([times[k] for k in inside]), strict=True):
+            self.record(k, times[k], y)
+        self.waiting = end
+        return [Output(k, times[k]) for k in inside]
+
+    def mark(self) -> Any:
+        """How far the outputs have come, for `restore`."""
+        return self.waiting, self.contents()
+
+    def restore(self, mark: Any) -> None:
+        self.waiting, contents = mark
+        self.restore_contents(contents)
+
+
+class NoOutputs(Outputs):
+    """No results: for those who want the end state or the tape alone."""
+
+    def record(self, k: int, t: Time, z: Tensors) -> None:
+        pass
+
+    def results(self) -> Tensors:
+        return ()
+
+    def pull(self, k: int, t: Time, z: Tensors, grads: Sequence[Tensor | None]) -> Pulled:
+        return Pulled([None] * len(z))

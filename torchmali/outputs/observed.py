@@ -20,78 +20,84 @@ from torchmali.tree import Structure
 
 
 class ObservedOutputs(Outputs):
-    """The sum of observe(t, y) over the output times, and y at the last one."""
-
-    keeps = False
+    """The sum of observe(t, y) over n output times, and y at the last one."""
 
     def __init__(self, observer: Observer, n: int):
         self.observer, self.n, self.theta = observer, n, observer.theta
         self.sum: tuple[Tensor, Tensor] | None = None  # and by how much it is too large
         self.end: Tensors = ()
 
-    def show(self, t: Time, z: Tensors, k: int) -> Tensors:
-        return (*self.observer.at(t, z, k), *z)
-
-    def gather(self, shown: Sequence[Tensors]) -> Tensors:
-        values, *_ = zip(*shown, strict=True)
-        return torch.stack(values).sum(0), *(leaf.unsqueeze(0) for leaf in shown[-1][1:])
-
-    def emit(self, t: Time, z: Tensors, k: int) -> None:
+    def record(self, k: int, t: Time, z: Tensors) -> None:
         (value,) = self.observer.at(t, z, k)
         # Kahan's sum: 100,000 terms in float32 would lose four digits.
         before, excess = self.sum or (torch.zeros_like(value), torch.zeros_like(value))
         value = value - torch.where(excess.isfinite(), excess, 0)  # inf - inf is no excess
         total = before + value
-        self.sum = total, (total - before) - value
+        self.sum = total, ((total - before) - value).detach()
         if k == self.n - 1:
-            self.end = tuple(leaf.clone().unsqueeze(0) for leaf in z)
-
-    def mark(self) -> Any:
-        return self.sum, self.observer.environment.mark()
-
-    def back_to(self, mark: Any) -> None:
-        self.sum, environment = mark
-        self.observer.environment.back_to(environment)
+            self.end = tuple((leaf if self.is_traced else leaf.clone()).unsqueeze(0) for leaf in z)
 
     def results(self) -> Tensors:
         assert self.sum is not None
         return self.sum[0], *self.end
 
-    def pull(self, t: Time, z: Tensors, k: int, grads: Sequence[Tensor | None]) -> Pulled:
+    def solution(self, results: Tensors) -> tuple[Tensors, Tensor | None]:
+        return results[1:], results[0]
+
+    def contents(self) -> Any:
+        return self.sum, self.observer.environment.mark()
+
+    def restore_contents(self, contents: Any) -> None:
+        self.sum, environment = contents
+        self.observer.environment.restore(environment)
+
+    def pull(self, k: int, t: Time, z: Tensors, grads: Sequence[Tensor | None]) -> Pulled:
         grad, *ends = grads
         a = [g[0] if k == self.n - 1 and g is not None else None for g in ends]
         if grad is None:
             return Pulled(a)
         g, theta, g_t = self.observer.gradients_at(t, z, k, grad)
-        a = [x if y is None else y if x is None else x + y for x, y in zip(a, g, strict=True)]
-        return Pulled(a, theta, g_t)
-
-    def states(self, results: Tensors) -> Tensors:
-        return results[1:]
+        return Pulled([_sum(x, y) for x, y in zip(a, g, strict=True)], theta, g_t)
 
     @property
     def functions(self) -> Sequence[Field]:
         return (self.observer,)
 
-    def without_tensors(self) -> Outputs:
+    def fresh(self) -> Outputs:
         return ObservedOutputs(self.observer.without_tensors(), self.n)
+
+    def again(self) -> Outputs:
+        return ObservedOutputs(self.observer, self.n)
 
     def with_tensors(self, theta: Sequence[Tensor], wants_t: bool) -> Outputs:
         return ObservedOutputs(self.observer.with_tensors(theta, (), wants_t), self.n)
 
     def backward_pass(self, t: float, z: Tensors) -> AbstractContextManager:
-        self.observer.args = (0,) if self.observer.takes_k else ()
         return self.observer.backward_pass(t, z)
 
 
+def _sum(x: Tensor | None, y: Tensor | None) -> Tensor | None:
+    """x + y, with gaps in both."""
+    if x is None or y is None:
+        return y if x is None else x
+    return x + y
+
+
 class Observer(Field):
-    """observe(t, y), or observe(t, y, k), with its parameters and surroundings."""
+    """observe(t, y), or observe(t, y, k), with its parameters and environment."""
 
     called = "observe"
     remedy = "Keep it in a module, or name it in the function."
 
-    def __init__(self, func: Callable, z0: Tensors, structure: Structure, source: Source | None = None):
-        super().__init__(func, z0, structure, (), None, source=source)
+    def __init__(
+        self,
+        func: Callable,
+        z0: Tensors,
+        structure: Structure,
+        source: Source | None = None,
+        looks_for_leaves: bool = False,
+    ):
+        super().__init__(func, z0, structure, (), None, source=source, looks_for_leaves=looks_for_leaves)
         self.takes_k = _takes_k(func)
         self.kind: Any = None  # shape and dtype of what it returns
 
@@ -106,6 +112,10 @@ class Observer(Field):
         self.args = (k,) if self.takes_k else ()
         _, g, g_t = self.linearize(t, z, [a])
         return g[: len(z)], g[len(z) :], g_t
+
+    def backward_pass(self, t: float, z: Tensors) -> AbstractContextManager:
+        self.args = (0,) if self.takes_k else ()  # it may be asked for its first value
+        return super().backward_pass(t, z)
 
     def __call__(self, t: Time, z: Tensors) -> Tensors:
         if self.needs_care:

@@ -12,36 +12,35 @@ from torchmali.state.vectors import Tensors, Time
 
 
 class StoredOutputs(Outputs):
-    """y at all times, time first."""
+    """y at n times, time first."""
 
-    keeps = True
+    keeps_states = True
 
     def __init__(self, n: int):
-        self.n, self.y = n, ()
+        self.n = n
+        self.y: Tensors = ()
+        self.traced: list[Tensors] = []  # those with a graph
 
-    def show(self, t: Time, z: Tensors, k: int) -> Tensors:
-        return z
-
-    def gather(self, shown: Sequence[Tensors]) -> Tensors:
-        return tuple(torch.stack(leaf) for leaf in zip(*shown, strict=True))
-
-    def emit(self, t: Time, z: Tensors, k: int) -> None:
-        # Written in place as they come: no list of states beside the result.
+    def record(self, k: int, t: Time, z: Tensors) -> None:
+        if self.is_traced:
+            self.traced.append(z)
+            return
+        # Written in place: no list of states beside the result.
         self.y = self.y or tuple(_empty_stack(self.n, leaf) for leaf in z)
         for whole, part in zip(self.y, z, strict=True):
             whole[k] = part
 
     def results(self) -> Tensors:
-        return self.y
+        return tuple(torch.stack(leaf) for leaf in zip(*self.traced, strict=True)) if self.is_traced else self.y
 
-    def pull(self, t: Time, z: Tensors, k: int, grads: Sequence[Tensor | None]) -> Pulled:
+    def pull(self, k: int, t: Time, z: Tensors, grads: Sequence[Tensor | None]) -> Pulled:
         return Pulled([None if g is None else g[k] for g in grads])
 
-    def without_tensors(self) -> Outputs:
+    def fresh(self) -> Outputs:
         return StoredOutputs(self.n)
 
 
 def _empty_stack(n: int, z: Tensor) -> Tensor:
-    """For n tensors like z, each in z's memory format."""
+    """An empty tensor for n tensors like z, each in z's memory format."""
     strides = z.stride() if z.is_contiguous() else torch.empty_like(z, device="meta").stride()
     return z.new_empty_strided((n, *z.shape), (max(1, z.numel()), *strides))

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,14 +21,15 @@ from torch import Tensor
 from torchmali.errors import InvalidOptionError
 from torchmali.field.evaluate import Field
 from torchmali.solution import short_repr
-from torchmali.solvers.base import Attempt, Cotangent, Passed, ReversibleSolver, Slope, accumulate, followed, missed_by
+from torchmali.solvers.base import Attempt, AugmentedSolver, Slope, StepBack, shifted_start
+from torchmali.solvers.cotangent import Cotangent, followed
 from torchmali.solvers.runge_kutta import RK4, RungeKutta
 from torchmali.state.base import State
 from torchmali.state.vectors import Tensors, Time, combine
 
 
 @dataclass(frozen=True, repr=False)
-class Reversible(ReversibleSolver):
+class Reversible(AugmentedSolver):
     """A Runge-Kutta method with an inverse, of its order, at twice its evaluations per step.
 
     The other road to high order in constant memory, beside ALF(order=4 or 6). It has the same weakness on contracting
@@ -37,7 +38,6 @@ class Reversible(ReversibleSolver):
 
     base: RungeKutta = RK4()  # noqa: RUF009 (an immutable value)
     coupling: float = 0.99
-    interpolates: ClassVar[bool] = False
 
     __repr__ = short_repr
 
@@ -63,31 +63,18 @@ class Reversible(ReversibleSolver):
     def scale_of_v(self, span: float) -> float:
         return 1.0  # v is the other copy of z
 
-    def slope(self, state: State, carry: Tensors | None) -> Tensors:
-        assert carry is not None
-        return carry
-
-    def pull_refresh(self, f: Field, t: Time, state: State, a: Cotangent) -> tuple[State, Time | None]:
+    def pull_start(self, f: Field, t: Time, state: State, a: Cotangent) -> tuple[State, Time | None]:
         torch._foreach_add_(a.z, a.v)
         torch._foreach_zero_(a.v)
         return state.with_slope(state.point), None
 
-    def step(
-        self,
-        f: Slope,
-        t0: Time,
-        t1: Time,
-        state: State,
-        carry: Tensors | None,
-        adaptive: bool,
-        with_residuals: bool = False,
-    ) -> Attempt:
+    def step(self, f: Slope, t0: Time, t1: Time, state: State, carry: Tensors | None, adaptive: bool) -> Attempt:
         z = state.slope
         forth = self.base.step(f, t0, t1, state.of(z), carry, adaptive)
         y1 = self._moved(state, self.base.increment(t0, t1, forth.stages))
         back = self.base.increment(t1, t0, self.base.stages(f, t1, t0, y1))
         z1 = combine(z, (-1.0,), (back,))
-        return Attempt(state.of(y1).with_slope(z1), forth.error, None)
+        return Attempt(state.of(y1).with_slope(z1), forth.error)
 
     def inverse(self, f: Slope, t0: Time, t1: Time, state: State) -> State:
         z = combine(state.slope, (1.0,), (self.base.increment(t1, t0, self.base.stages(f, t1, t0, state.point)),))
@@ -98,7 +85,7 @@ class Reversible(ReversibleSolver):
         lam = self.coupling
         return combine(None, (1 / lam, (lam - 1) / lam, -1 / lam), (y1, z, psi))
 
-    def pullback(self, f: Field, step: Passed, state: State, a: Cotangent) -> State:
+    def pullback(self, f: Field, step: StepBack, state: State, a: Cotangent) -> State:
         # The stages of each half serve twice: for the state at its start, and with their graph for the VJP.
         t0, t1, before, y1 = step.t0, step.t1, step.before, state.point
         if before is None:
@@ -116,7 +103,7 @@ class Reversible(ReversibleSolver):
         self._pull_back_half(back, a)
         self._pull_forth_half(forth, a)
         led = before.of(y1).with_slope(combine(before.slope, (-1.0,), (back.psi,)))
-        return missed_by(before, state, led) if step.compares else before
+        return shifted_start(before, state, led) if step.compares else before
 
     def _moved(self, state: State, psi: Tensors) -> Tensors:
         """y1 = lam y + (1 - lam) z + psi"""
@@ -124,7 +111,8 @@ class Reversible(ReversibleSolver):
 
     def _pull_back_half(self, back: _Increment, a: Cotangent) -> None:
         """Over z1 = z - psi(y1): afterwards a.z is all of dL/dy1."""
-        g, (a.t1, a.t0) = back.pull([-x for x in a.v], a)
+        g, (dt1, dt0) = back.pull([-x for x in a.v], a)
+        a.add_to_times(dt0, dt1)
         torch._foreach_add_(a.z, g)
 
     def _pull_forth_half(self, forth: _Increment, a: Cotangent) -> None:
@@ -133,7 +121,7 @@ class Reversible(ReversibleSolver):
         torch._foreach_add_(a.v, a.z, alpha=1 - self.coupling)
         torch._foreach_add_(a.v, g)
         torch._foreach_mul_(a.z, self.coupling)
-        a.t0, a.t1 = a.t0 + dt0, a.t1 + dt1
+        a.add_to_times(dt0, dt1)
 
     def _recorded(self, f: Field, t0: Any, t1: Any, y: Tensors) -> _Increment:
         """The increment from y over [t0, t1] with its graph."""
@@ -147,10 +135,6 @@ class Reversible(ReversibleSolver):
     @property
     def amplification(self) -> float:
         return 1 / self.coupling
-
-    @property
-    def is_exact_on_integers(self) -> bool:
-        return False
 
 
 class _Increment(NamedTuple):
@@ -167,7 +151,7 @@ class _Increment(NamedTuple):
         """The VJP with respect to y, and to the two times; that with respect to theta goes into `a`."""
         g: list = self.f.vjp(self.outputs, [*self.y, *self.f.theta, *self.times], weights, self.n_evals)
         n, m = len(self.y), len(self.y) + len(self.f.theta)
-        accumulate(a.sums, [*[None] * n, *g[n:m]])
+        a.add_to_theta(g[n:m])
         dt0, dt1 = (0.0 if x is None else x for x in (g[m:] or (None, None)))
         slopes = [torch.zeros_like(x) if dx is None else dx for dx, x in zip(g, self.y, strict=False)]
         return slopes, (dt0, dt1)

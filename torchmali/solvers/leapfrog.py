@@ -11,128 +11,171 @@ Stage times are t0 + node (t1 - t0) in both directions: t + e - e is not t.
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate as running_sums
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from torchmali.errors import InvalidOptionError
 from torchmali.field.evaluate import Field, Recorded
 from torchmali.solution import short_repr
-from torchmali.solvers.base import Attempt, Cotangent, Passed, ReversibleSolver, Slope, accumulate, missed_by
+from torchmali.solvers.base import Attempt, AugmentedSolver, Slope, StepBack, shifted_start
+from torchmali.solvers.cotangent import Cotangent, accumulate
 from torchmali.state.base import State
 from torchmali.state.traced import Traced
 from torchmali.state.vectors import Tensors, Time, add_, added, combine, dot, scale_
 
+Residuals = list[Tensors]  # f - v at some reflects of a step, in order (refresh.py)
+
 
 class Scheme(NamedTuple):
-    """A list of drift coefficients, as the moves need it."""
+    """A list of drift coefficients in the form that the moves need."""
 
     first: float  # coefficient of the first drift
     rest: tuple[tuple[float, float], ...]  # (node of a reflect, coefficient of the drift after it)
-    residuals: tuple[int, ...]  # reflects at which f - v is looked at: between them the parasite changes its sign
-    error_order: int
-
-    @staticmethod
-    def of(coefficients: Sequence[float], error_order: int) -> Scheme:
-        first, *others = coefficients
-        nodes = running_sums(coefficients[:-1])
-        ends = (0, len(others) - 1) if len(others) % 2 == 0 else (0,)  # odd: from one step to the next
-        return Scheme(first, tuple(zip(nodes, others, strict=True)), ends, error_order)
+    observed: tuple[int, ...]  # reflects at which f - v is a residual: between them the parasite changes its sign
 
 
-def _splitting(a: Sequence[float], b: Sequence[float], error_order: int) -> Scheme:
-    """From the first halves of a symmetric splitting scheme, without the middle ones (each list sums to 1)."""
+def _is_symmetric_list(c: Any) -> bool:
+    if not isinstance(c, tuple) or len(c) < 2 or not all(isinstance(x, (int, float)) for x in c):
+        return False
+    return abs(math.fsum(c) - 1) < 1e-9 and all(abs(x - y) < 1e-9 for x, y in zip(c, reversed(c), strict=True))
+
+
+@functools.cache
+def scheme_of(coefficients: tuple[float, ...]) -> Scheme:
+    first, *others = coefficients
+    nodes = running_sums(coefficients[:-1])
+    ends = (0, len(others) - 1) if len(others) % 2 == 0 else (0,)  # odd: from one step to the next
+    return Scheme(first, tuple(zip(nodes, others, strict=True)), ends)
+
+
+def _from_splitting(a: Sequence[float], b: Sequence[float]) -> tuple[float, ...]:
+    """Drift coefficients from the first halves of a symmetric splitting scheme, without the middle ones.
+
+    Each list sums to 1.
+    """
     a = [*a, 1 - 2 * sum(a), *reversed(a)]
     b = [*b, 1 / 2 - sum(b)]
     b = [*b, *reversed(b)]
     pairs = [c / 2 for pair in zip(a, b, strict=False) for c in pair]
-    return Scheme.of([*pairs, a[-1] / 2], error_order)
+    return (*pairs, a[-1] / 2)
 
 
 # Orders 4 and 6: S6 and S10 of Blanes and Moan, J. Comput. Appl. Math. 142 (2002) 313.
-SCHEMES = {
-    2: Scheme.of((0.5, 0.5), error_order=2),
-    4: _splitting(
-        (0.0792036964311957, 0.353172906049774, -0.0420650803577195),
-        (0.209515106613362, -0.143851773179818),
-        error_order=6,
+COEFFICIENTS = {
+    2: (0.5, 0.5),
+    4: _from_splitting(
+        (0.0792036964311957, 0.353172906049774, -0.0420650803577195), (0.209515106613362, -0.143851773179818)
     ),
-    6: _splitting(
+    6: _from_splitting(
         (0.0502627644003922, 0.413514300428344, 0.0450798897943977, -0.188054853819569, 0.541960678450780),
         (0.148816447901042, -0.132385865767784, 0.067307604692185, 0.432666402578175),
-        error_order=8,
     ),
 }
 
 
 @dataclass(frozen=True, repr=False)
-class ALF(ReversibleSolver):
-    """Asynchronous leapfrog (Algorithms 2 and 3), damped for eta < 1 (Appendix A.5), and its kin of order 4 and 6.
+class Leapfrog(AugmentedSolver):
+    """A reversible solver from a symmetric list of drift coefficients that sums to 1.
 
-    order: 2 takes one evaluation of f per step, 4 takes 12, 6 takes 20 (and one more with AdaptiveStep, for the error
-    estimate). eta: damping, with order 2 only. It makes the method first order and its inverse amplify round-off by
-    1/|1 - 2 eta| per step; eta = 1/2 has no inverse. refresh: where f contracts, v parts from f(t, z) in an
-    oscillation that no step size keeps small (docs/limits.md); "auto" renews v <- f(t, z) when that shows, n renews it
-    every n steps, "never" is the method as published. Each renewal costs one evaluation, and one state of memory where
-    a backward pass will need it.
+    A step takes one evaluation of f between two neighbours of the list (and one more with AdaptiveStep, for the error
+    estimate, unless the list has two). order: p in global error = O(h^p), which the list must have. eta: damping, with
+    (1/2, 1/2) only. It makes the method first order and its inverse amplify round-off by 1/|1 - 2 eta| per step;
+    eta = 1/2 has no inverse. refresh: if f contracts, v parts from f(t, z) in an oscillation that no step size keeps
+    small (docs/limits.md); "auto" replaces v by f(t, z) when that shows, n does so every n steps, "never" is the method
+    as published. Each refresh costs one evaluation, and one state of memory if a backward pass will need it.
     """
 
+    coefficients: tuple[float, ...]
     order: int = 2
     eta: float = 1.0
     refresh: str | int = "auto"
-    interpolates: ClassVar[bool] = False
 
     __repr__ = short_repr
 
     def __post_init__(self):
-        order, eta, refresh = self.order, self.eta, self.refresh
-        if order not in list(SCHEMES):
-            raise InvalidOptionError(f"ALF(order={order}): there are orders {', '.join(map(str, SCHEMES))}.")
-        if not 0 < eta <= 1:
-            raise InvalidOptionError(f"ALF(eta={eta}): damping must lie in (0, 1], where 1 is undamped ALF.")
-        if eta == 0.5:
-            raise InvalidOptionError("ALF(eta=0.5) has no inverse (it divides by 1 - 2 eta). Use eta=0.45, 0.55 or 1.")
-        if eta != 1 and order != 2:
+        c, name = self.coefficients, type(self).__name__
+        if not _is_symmetric_list(c):
             raise InvalidOptionError(
-                f"ALF(order={order}, eta={eta}): damping makes any order the first. Use order=2, or eta=1 (the "
+                f"{name}(coefficients={c!r}): give a tuple of two or more numbers that sum to 1 and read the same in "
+                "both directions, as in (0.5, 0.5)."
+            )
+        self._check_damping()
+        every_n = isinstance(self.refresh, int) and not isinstance(self.refresh, bool) and self.refresh > 0
+        if not every_n and self.refresh not in ("auto", "never"):
+            raise InvalidOptionError(f'{name}(refresh={self.refresh!r}): "auto", "never", or a number of steps.')
+
+    def _check_damping(self) -> None:
+        eta, order, name = self.eta, self.order, type(self).__name__
+        if not 0 < eta <= 1:
+            raise InvalidOptionError(f"{name}(eta={eta}): damping must lie in (0, 1], where 1 is undamped ALF.")
+        if eta == 0.5:
+            raise InvalidOptionError(
+                f"{name}(eta=0.5) has no inverse (it divides by 1 - 2 eta). Use eta=0.45, 0.55 or 1."
+            )
+        if eta != 1 and (order != 2 or self.n_reflects > 1):
+            raise InvalidOptionError(
+                f"{name}(order={order}, eta={eta}): damping makes any order the first. Use order=2, or eta=1 (the "
                 "default)."
             )
-        every_n = isinstance(refresh, int) and not isinstance(refresh, bool) and refresh > 0
-        if not every_n and refresh not in ("auto", "never"):
-            raise InvalidOptionError(f'ALF(refresh={refresh!r}): "auto", "never", or a number of steps.')
 
     @property
     def refresh_policy(self) -> str | int:
-        damped = self.eta != 1 and self.refresh == "auto"  # damping does what a refresh is for
-        return "never" if damped else self.refresh
+        """When v is refreshed: "auto", "never", or every so many steps."""
+        is_damped = self.eta != 1 and self.refresh == "auto"  # damping does what a refresh is for
+        return "never" if is_damped else self.refresh
+
+    @property
+    def scheme(self) -> Scheme:
+        return scheme_of(self.coefficients)
 
     @property
     def n_reflects(self) -> int:
-        return len(SCHEMES[self.order].rest)
+        """Evaluations of f in a step."""
+        return len(self.coefficients) - 1
 
     @property
     def error_order(self) -> int:
-        return SCHEMES[self.order].error_order
+        # ALF minus Euler; or h (w_out - w_in), where w = v - f(t, z) is of order p + 1.
+        return 2 if self.n_reflects == 1 else self.order + 2
+
+    @property
+    def amplification(self) -> float:
+        return 1 / abs(1 - 2 * self.eta)
+
+    @property
+    def is_exact_on_integers(self) -> bool:
+        """Whether each move adds a function of one half of the state to the other: it can be undone to the bit."""
+        return self.eta == 1
+
+    def scale_of_v(self, span: float) -> float:
+        return abs(span)
 
     def start(self, f: Slope, t0: Time, z0: Tensors, arithmetic: Any) -> tuple[State, Tensors | None]:
-        return self.refresh_slope(f, t0, arithmetic.of(z0), None), None
+        return self.refreshed(f, t0, arithmetic.of(z0)), None
 
-    def slope(self, state: State, carry: Tensors | None) -> Tensors:
+    def first_slope(self, f: Slope, t0: Time, state: State, carry: Tensors | None) -> Tensors:
         return state.slope
 
-    def refresh_slope(self, f: Slope, t: Time, state: State, carry: Tensors | None) -> State:
-        return state.with_slope(f(t, state.point) if carry is None else carry)
+    def refreshed(self, f: Slope, t: Time, state: State, slope: Tensors | None = None) -> State:
+        """The state with v = f(t, z); slope: f(t, z), if it is known."""
+        return state.with_slope(f(t, state.point) if slope is None else slope)
 
-    def pull_refresh(self, f: Field, t: Time, state: State, a: Cotangent) -> tuple[State, Time | None]:
+    def pull_start(self, f: Field, t: Time, state: State, a: Cotangent) -> tuple[State, Time | None]:
         u, g, g_t = f.linearize(t, state.point, a.v)
         accumulate(a.sums, g)
         torch._foreach_zero_(a.v)
         return state.with_slope(u), g_t
 
-    def step(
+    def step(self, f: Slope, t0: Time, t1: Time, state: State, carry: Tensors | None, adaptive: bool) -> Attempt:
+        return self.step_with_residuals(f, t0, t1, state, carry, adaptive, None)
+
+    def step_with_residuals(
         self,
         f: Slope,
         t0: Time,
@@ -140,44 +183,42 @@ class ALF(ReversibleSolver):
         state: State,
         carry: Tensors | None,
         adaptive: bool,
-        with_residuals: bool = False,
+        residuals: Residuals | None,
     ) -> Attempt:
-        h, eta, (first, rest, ends, _) = t1 - t0, self.eta, SCHEMES[self.order]
-        v_in, residuals = state.slope if adaptive else (), []
+        """`step`, which appends f - v of some reflects to `residuals`."""
+        h, eta, (first, rest, observed) = t1 - t0, self.eta, self.scheme
+        v_in = state.slope
         state = state.fork().drift(first * h)
         for j, (node, c) in enumerate(rest):
             u = f(t0 + node * h, state.point)
-            if with_residuals and j in ends:
+            if residuals is not None and j in observed:
                 residuals.append(added(u, state.slope, -1.0))
             state = state.reflect(u, eta).drift(c * h)
-        error = end = None
-        if adaptive and self.order == 2:
+        if not adaptive:
+            return Attempt(state)
+        if len(rest) == 1:
             # ALF minus Euler with v_in: eta h (u1 - v_in). From v, as u1 may be a view of the z that has moved on.
-            error = combine(None, (h / 2, -h / 2), (state.slope, v_in))
-        elif adaptive:
-            # h (w_out - w_in), w = v - f(t, z). w_in is zero at the start and after a refresh.
-            end = f(t1, state.point)
-            f_in = v_in if carry is None else carry
-            error = combine(None, (h, -h, -h, h), (state.slope, end, v_in, f_in))
-        return Attempt(state, error, end, residuals=residuals)
+            return Attempt(state, combine(None, (h / 2, -h / 2), (state.slope, v_in)))
+        # h (w_out - w_in), w = v - f(t, z). w_in is zero at the start and after a refresh.
+        end, f_in = f(t1, state.point), v_in if carry is None else carry
+        return Attempt(state, combine(None, (h, -h, -h, h), (state.slope, end, v_in, f_in)), end)
 
     def inverse(self, f: Slope, t0: Time, t1: Time, state: State) -> State:
-        h, (first, rest, _, _) = t1 - t0, SCHEMES[self.order]
+        h, (first, rest, _) = t1 - t0, self.scheme
         state = state.fork()
         for node, c in reversed(rest):
             state = state.drift(-c * h)
             state = state.unreflect(f(t0 + node * h, state.point), self.eta)
         return state.drift(-first * h)
 
-    def pullback(self, f: Field, step: Passed, state: State, a: Cotangent) -> State:
-        # On integers the start is rebuilt to the bit, so that a kept one has nothing to add.
-        if step.before is None or state.is_bounded:
+    def pullback(self, f: Field, step: StepBack, state: State, a: Cotangent) -> State:
+        if step.before is None:
             return self._pull_from_end(f, step, state, a)
         return self._pull_from_start(f, step, step.before, state, a)
 
-    def _pull_from_end(self, f: Field, step: Passed, state: State, a: Cotangent) -> State:
+    def _pull_from_end(self, f: Field, step: StepBack, state: State, a: Cotangent) -> State:
         # One evaluation per reflect serves twice: u1 gives v back, and its graph the VJP.
-        t0, h, (first, rest, _, _) = step.t0, step.t1 - step.t0, SCHEMES[self.order]
+        t0, h, (first, rest, _) = step.t0, step.t1 - step.t0, self.scheme
         for node, c in reversed(rest):
             _pull_drift(c, h, state.slope if f.wants_t else (), a)
             state = state.drift(-c * h)
@@ -188,9 +229,9 @@ class ALF(ReversibleSolver):
         _pull_drift(first, h, state.slope if f.wants_t else (), a)
         return state.drift(-first * h)
 
-    def _pull_from_start(self, f: Field, step: Passed, before: State, state: State, a: Cotangent) -> State:
+    def _pull_from_start(self, f: Field, step: StepBack, before: State, state: State, a: Cotangent) -> State:
         """The step is made once more from its kept start: nothing is inverted that f may have contracted."""
-        t0, h, (first, rest, _, _) = step.t0, step.t1 - step.t0, SCHEMES[self.order]
+        t0, h, (first, rest, _) = step.t0, step.t1 - step.t0, self.scheme
         # Out of place: a graph needs the z that it was recorded at.
         now, passed = Traced(before.point, before.slope).drift(first * h), []
         for node, c in rest:
@@ -205,7 +246,7 @@ class ALF(ReversibleSolver):
             self._pull_reflect(node, recorded, a)
             slope = v
         _pull_drift(first, h, slope if f.wants_t else (), a)
-        return missed_by(before, state, now) if step.compares else before
+        return shifted_start(before, state, now) if step.compares else before
 
     def _pull_reflect(self, node: float, recorded: Recorded, a: Cotangent) -> None:
         eta = self.eta
@@ -213,22 +254,30 @@ class ALF(ReversibleSolver):
         accumulate(a.sums, g, 2 * eta)
         scale_(a.v, 1 - 2 * eta)
         if g_t is not None:
-            a.t1 = a.t1 + 2 * eta * node * g_t
-            a.t0 = a.t0 + 2 * eta * (1 - node) * g_t
-
-    @property
-    def amplification(self) -> float:
-        return 1 / abs(1 - 2 * self.eta)
-
-    @property
-    def is_exact_on_integers(self) -> bool:
-        return self.eta == 1
+            a.add_to_times(2 * eta * (1 - node) * g_t, 2 * eta * node * g_t)
 
 
 def _pull_drift(c: float, h: float, v: Tensors, a: Cotangent) -> None:
-    """v: that of the drift, or empty where dL/dt is not wanted."""
+    """v: that of the drift, or empty if dL/dt is not wanted."""
     if v:
         dh = c * dot(a.z, v)
-        a.t1 = a.t1 + dh
-        a.t0 = a.t0 - dh
+        a.add_to_times(-dh, dh)
     add_(a.v, a.z, c * h)
+
+
+@dataclass(frozen=True, repr=False)
+class ALF(Leapfrog):
+    """Asynchronous leapfrog (Algorithms 2 and 3), damped for eta < 1 (Appendix A.5), and its kin of order 4 and 6.
+
+    order: 2 takes one evaluation of f per step, 4 takes 12, 6 takes 20 (and one more with AdaptiveStep, for the error
+    estimate). eta: damping, with order 2 only. refresh: when v is replaced by f(t, z). See `Leapfrog` for both.
+    """
+
+    coefficients: tuple[float, ...] = field(init=False, repr=False)
+
+    def __post_init__(self):
+        if self.order not in list(COEFFICIENTS):
+            known = ", ".join(map(str, COEFFICIENTS))
+            raise InvalidOptionError(f"ALF(order={self.order}): there are orders {known}.")
+        object.__setattr__(self, "coefficients", COEFFICIENTS[self.order])
+        super().__post_init__()

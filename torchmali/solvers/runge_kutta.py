@@ -6,11 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
-from torch import Tensor
-
-from torchmali.field.evaluate import Field
-from torchmali.solvers.base import Attempt, Cotangent, Passed, Slope, Solver, accumulate, followed, missed_by
+from torchmali.solvers.base import Attempt, InterpolatingSolver, Slope
 from torchmali.state.base import State
 from torchmali.state.vectors import Tensors, Time, combine
 
@@ -33,11 +29,20 @@ class Tableau:
 
     a: one row for each stage after the first. e: weights of the error estimate; where it uses the end slope the method
     is FSAL. dense: for each stage (and the end slope) the coefficients of theta, theta^2, ... of the interpolant; None
-    means cubic Hermite.
+    means cubic Hermite. interpolates: whether this interpolant is as accurate as the steps; if not, adaptive steps end
+    on every output time.
     """
 
-    def __init__(self, order: int, a: Sequence[Row], b: Row, e: Row = (), dense: Sequence[Row] | None = None):
-        self.order = order
+    def __init__(
+        self,
+        order: int,
+        a: Sequence[Row],
+        b: Row,
+        e: Row = (),
+        dense: Sequence[Row] | None = None,
+        interpolates: bool = True,
+    ):
+        self.order, self.interpolates = order, interpolates
         self.c = [sum(row) for row in a]
         self.a = [_sparse(row) for row in a]
         self.b = _sparse(b)
@@ -48,11 +53,10 @@ class Tableau:
 
 
 @dataclass(frozen=True)
-class RungeKutta(Solver):
-    """A one-step explicit method given by its tableau."""
+class RungeKutta(InterpolatingSolver):
+    """A one-step explicit method given by its tableau: a subclass needs the class attribute `tableau` alone."""
 
     tableau: ClassVar[Tableau]
-    interpolates: ClassVar[bool] = True
 
     @property
     def order(self) -> int:
@@ -62,43 +66,33 @@ class RungeKutta(Solver):
     def error_order(self) -> int | None:
         return self.order if self.tableau.e else None  # the embedded method is one order lower
 
+    @property
+    def interpolates(self) -> bool:
+        return self.tableau.interpolates
+
     def start(self, f: Slope, t0: Time, z0: Tensors, arithmetic: Any) -> tuple[State, Tensors]:
         return arithmetic.of(z0), f(t0, z0)
 
-    def slope(self, state: State, carry: Tensors | None) -> Tensors:
-        assert carry is not None
-        return carry
-
-    def step(
-        self,
-        f: Slope,
-        t0: Time,
-        t1: Time,
-        state: State,
-        carry: Tensors | None,
-        adaptive: bool,
-        with_residuals: bool = False,
-    ) -> Attempt:
+    def step(self, f: Slope, t0: Time, t1: Time, state: State, carry: Tensors | None, adaptive: bool) -> Attempt:
         tableau, h, z = self.tableau, t1 - t0, state.point
         k = self.stages(f, t0, t1, z, carry)
         z_out = _moved(z, h, tableau.b, k)
-        error = end_slope = None
-        if adaptive:
-            if tableau.fsal:
-                end_slope = f(t1, z_out)
-                k.append(end_slope)
-            error = _moved(None, h, tableau.e, k)
-        return Attempt(state.of(z_out), error, end_slope, k)
+        if not adaptive:
+            return Attempt(state.of(z_out), stages=k)
+        end_slope = f(t1, z_out) if tableau.fsal else None
+        if end_slope is not None:
+            k.append(end_slope)
+        return Attempt(state.of(z_out), _moved(None, h, tableau.e, k), end_slope, k)
 
     def stages(self, f: Slope, t0: Time, t1: Time, z: Tensors, first: Tensors | None = None) -> list[Tensors]:
-        """k_1, ..., k_s of the step from z over [t0, t1]; `first`: k_1, where it is known."""
+        """k_1, ..., k_s of the step from z over [t0, t1]; `first`: k_1, if it is known."""
         h, k = t1 - t0, [f(t0, z) if first is None else first]
         for c, row in zip(self.tableau.c, self.tableau.a, strict=True):
             k.append(f(t0 + c * h, _moved(z, h, row, k)))
         return k
 
     def increment(self, t0: Time, t1: Time, k: Sequence[Tensors]) -> Tensors:
-        """By how much the step with these stages moves z."""
+        """The change of z in a step with these stages."""
         return _moved(None, t1 - t0, self.tableau.b, k)
 
     def interpolate(
@@ -113,36 +107,6 @@ class RungeKutta(Solver):
             weights = [(j, _polynomial(row, theta)) for j, row in self.tableau.dense]
             outputs.append(_moved(state.point, h, weights, k))
         return outputs, k[-1]
-
-    def pullback(self, f: Field, step: Passed, state: State, a: Cotangent) -> State:
-        # A local forward step with a graph, from the kept state; autograd does the rest.
-        before, inside = step.before, step.inside
-        assert before is not None
-        z = tuple(x.detach().requires_grad_() for x in before.point)
-        t0, t1 = step.t0, step.t1
-        times = [output.t for output in inside]
-        if f.wants_t:
-            t0, t1, *times = followed((t0, t1, *times), z)
-        local = before.of(z)
-        attempt = self.step(f, t0, t1, local, None, adaptive=False)
-        outputs = [*attempt.state.point]
-        grads: list[Tensor | None] = [*a.z]
-        if inside:
-            ys, _ = self.interpolate(f, t0, t1, local, attempt, times)
-            for y, output in zip(ys, inside, strict=True):
-                outputs += y
-                grads += output.pull(y)
-        moving: list = [t0, t1, *times] if f.wants_t else []
-        g: list = f.vjp(outputs, [*z, *f.theta, *moving], grads, self.tableau.n_stages + bool(inside))
-        n = len(z) + len(f.theta)
-        # g may be a.z itself (where f does not look at z), so a.z is overwritten, never cleared first.
-        torch._foreach_copy_(a.z, g[: len(z)])
-        accumulate(a.sums, [*[None] * len(z), *g[len(z) : n]])
-        if f.wants_t:
-            a.t0, a.t1, *a.inside = (0.0 if x is None else x for x in g[n:])
-        if not step.compares:
-            return before
-        return missed_by(before, state, before.of(tuple(x.detach() for x in attempt.state.point)))
 
 
 def _polynomial(row: Row, theta: Time) -> Time:
@@ -307,6 +271,6 @@ class Dopri8(RungeKutta):
         ],
         _DOPRI8_B,
         e=tuple(x - y for x, y in zip(_DOPRI8_B, _DOPRI8_B7, strict=True)),
+        interpolates=False,
     )
-    interpolates = False
 # fmt: on

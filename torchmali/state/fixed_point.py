@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from torchmali.state.base import IN_RANGE, RangeVerdict, RebuildError, Snapshot, State
+from torchmali.state.base import Deviation, RewindableState, Snapshot, State
 from torchmali.state.floats import Floats
 from torchmali.state.integers import (
     BITS,
@@ -66,7 +66,7 @@ LIMIT = {torch.int32: 0.99 * 2**30, torch.int64: 0.99 * 2**62}  # two numbers be
 PERIOD = 8  # steps between two readings of the range, reflects between two looks at the mixture of scales
 
 
-class FixedPoint(State):
+class FixedPoint(RewindableState):
     """Moves out of place, each on fresh tensors: a fork is free. z keeps the memory layout of y0."""
 
     __slots__ = (
@@ -84,7 +84,6 @@ class FixedPoint(State):
         "z",
         "z_sizes",
     )
-    is_bounded = True
 
     def __init__(
         self,
@@ -195,9 +194,6 @@ class FixedPoint(State):
         if seen is not None:
             seen.last_u = u
         return self
-
-    def range(self) -> Range:
-        return Range(self)
 
     def begins_again(self) -> FixedPointArithmetic | None:
         """How to begin anew, where leaves mix scales and have no exponents for their elements yet. One host read."""
@@ -442,21 +438,21 @@ class FixedPoint(State):
         finer = {i: Exponents(*pair) for i, *pair in zip(spread, s[::2], s[1::2], strict=True)}
         return cls(kept.tensors[:n], kept.tensors[n : 2 * n], kz, kv, reals, span, finer)
 
-    def back_to(self, kept: Snapshot) -> FixedPoint:
+    def rebuilt_with(self, kept: Snapshot) -> FixedPoint:
         if kept.form.kz:
             return self.restore(kept)
         return FixedPoint(self.z, kept.tensors, self.kz, kept.form.kv, self.reals, self.span, self.finer)
 
-    def distance(
+    def deviation(
         self, truth: FixedPoint, end: FixedPoint, span: float, limits: tuple[float, float] = (0.0, 0.0)
-    ) -> RebuildError:
+    ) -> Deviation:
         """0 where all bits agree, of z and of v, else infinite."""
         mine, other = self.snapshot(), truth.snapshot()
         agree = mine.form == other.form
         if agree:
             differ = [(x != y).any() for x, y in zip(mine.tensors, other.tensors, strict=True)]
             agree = not bool(torch.stack(differ).any())  # the one host read
-        return RebuildError(*[0.0 if agree else math.inf] * 4)
+        return Deviation(*[0.0 if agree else math.inf] * 4)
 
 
 class FixedPointForm(NamedTuple):
@@ -511,6 +507,16 @@ class Regridded(NamedTuple):
 
     grid: FixedPoint
     undo: list[tuple[Change, Snapshot]]  # what was changed, in order, and what fell off
+
+
+class RangeVerdict(NamedTuple):
+    """How the numbers of the latest steps fit the range of the integers."""
+
+    overflow: Overflow | None = None  # why they do not: then none of them can be trusted
+    changes: Sequence[Change] = ()  # of the grid, for `rescaled`, before the next step
+
+
+IN_RANGE = RangeVerdict()
 
 
 class Peaks(Floats):
@@ -580,17 +586,16 @@ class Range:
         self.sizes, furthest = magnitudes(values[: 4 * n], 2 * n), dict(zip(state.finer, values[4 * n :], strict=True))
         self.furthest = [furthest.get(i, 0.0) for i in range(n)]
 
-    def refresh_slope(self, state: FixedPoint) -> None:
+    def refresh(self, state: FixedPoint) -> None:
         """v is on a new grid."""
         self.sizes = [*self.sizes[: len(state.z)], *state.v_sizes]
 
-    @property
     def mark(self) -> tuple[list[float], list[float]]:
-        """To come back to, by assigning it, where the steps since the last reading are taken back."""
+        """The last reading, for `restore`."""
         return self.sizes, self.furthest
 
-    @mark.setter
-    def mark(self, mark: tuple[list[float], list[float]]) -> None:
+    def restore(self, mark: tuple[list[float], list[float]]) -> None:
+        """Forget the steps since the last reading."""
         self.sizes, self.furthest = mark
         self.steps, self.is_regridded = [], False
 

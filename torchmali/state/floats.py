@@ -8,12 +8,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torchmali.state.base import RebuildError, Snapshot, State
+from torchmali.state.base import Deviation, RewindableState, Snapshot
 from torchmali.state.vectors import Tensors, add_, added, rows
 
 
-class Floats(State):
-    """Moves in place; the first one after `fork` is at the same time the copy."""
+class Floats(RewindableState):
+    """The state as floats, with moves in place. The first move after `fork` makes the copy."""
 
     __slots__ = ("owns_point", "owns_slope", "point", "slope")
 
@@ -24,6 +24,9 @@ class Floats(State):
     @classmethod
     def of(cls, z: Tensors) -> Floats:
         return cls(z)
+
+    def started_at(self, z: Tensors) -> Floats:
+        return Floats(z)
 
     def with_slope(self, v: Tensors) -> Floats:
         return Floats(self.point, v)
@@ -49,21 +52,19 @@ class Floats(State):
     def restore(cls, kept: Snapshot) -> Floats:
         return cls(kept.tensors[: kept.form], kept.tensors[kept.form :])
 
-    def distance(
-        self, truth: Floats, end: Floats, span: float, limits: tuple[float, float] = (0.0, 0.0)
-    ) -> RebuildError:
+    def deviation(self, truth: Floats, end: Floats, span: float, limits: tuple[float, float] = (0.0, 0.0)) -> Deviation:
         leaves = [i for i, z in enumerate(self.point) if z.numel()]
         if not leaves:
-            return RebuildError(0.0, 0.0, 0.0, 0.0)
-        drift = _worst([self._drift(truth, i, span, limits) for i in leaves])
-        if not all(map(math.isfinite, drift)):  # perhaps of a component without a scale: 0 / 0, or more / 0
-            drift = _worst([self._drift(truth, i, span, limits, end) for i in leaves])
-        return RebuildError(*(math.inf if math.isnan(x) else x for x in drift))
+            return Deviation(0.0, 0.0, 0.0, 0.0)
+        worst = _worst([self._deviation(truth, i, span, limits) for i in leaves])
+        if not all(map(math.isfinite, worst)):  # perhaps of a component without a scale: 0 / 0, or more / 0
+            worst = _worst([self._deviation(truth, i, span, limits, end) for i in leaves])
+        return Deviation(*(math.inf if math.isnan(x) else x for x in worst))
 
-    def _drift(
+    def _deviation(
         self, truth: Floats, i: int, span: float, limits: tuple[float, float], end: Floats | None = None
     ) -> Tensor:
-        """The four numbers of a Drift, for leaf i.
+        """The four numbers of a Deviation, for leaf i.
 
         end: to give a scale to components that have none; without it they make nan or infinity.
         """

@@ -1,15 +1,15 @@
-"""The state as floats, moved out of place: autograd can follow."""
+"""The state that autograd follows."""
 
 from __future__ import annotations
 
 import torch
 
-from torchmali.state.base import RebuildError, Snapshot, State
+from torchmali.state.base import State
 from torchmali.state.vectors import Tensors, Time, combine
 
 
 class Traced(State):
-    """Moves out of place, so that autograd can follow them; times may be tensors. Never walked back."""
+    """The state as floats, with moves out of place that autograd can follow. Times may be tensors."""
 
     __slots__ = ("point", "slope")
 
@@ -31,12 +31,3 @@ class Traced(State):
 
     def reflect(self, u: Tensors, eta: float) -> Traced:
         return Traced(self.point, tuple(torch._foreach_lerp(self.slope, u, 2 * eta)))
-
-    @classmethod
-    def restore(cls, kept: Snapshot) -> Traced:
-        raise AssertionError("autograd goes back over these")
-
-    def distance(
-        self, truth: Traced, end: Traced, span: float, limits: tuple[float, float] = (0.0, 0.0)
-    ) -> RebuildError:
-        raise AssertionError("autograd goes back over these")

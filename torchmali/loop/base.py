@@ -1,0 +1,231 @@
+"""The forward loop (Algorithm 1 of the paper): attempt a step, judge it, commit it, hand out its outputs.
+
+Times are advanced by the h that was used (the paper's listing adds the next one). What has to be read from a device is
+collected and read once per step. The loop knows nothing of gradients.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from torchmali.controllers import AdaptiveControllerState, ControllerState, SolveStart, StepController
+from torchmali.errors import NonFiniteError
+from torchmali.outputs.base import AcceptedStep, Outputs
+from torchmali.refresh import Refresher, RefreshPlan
+from torchmali.solution import Stats
+from torchmali.solvers.base import Attempt, Slope, Solver
+from torchmali.solvers.leapfrog import Residuals
+from torchmali.state.base import RewindableState, State
+from torchmali.state.traced import Traced
+from torchmali.state.vectors import Tensors, Time, first_non_finite, number
+from torchmali.tape import Refresh, Rescale, Start, Step, Tape
+
+C = TypeVar("C", ControllerState, Refresher)
+LOOK_THERE = "Look at f there, use smaller steps, or an adaptive controller."
+
+
+class SideEffects:
+    """What evaluations of f change beside their result, to be undone. Here: nothing."""
+
+    @property
+    def eps(self) -> float:
+        """The precision in which f computes, if it is coarser than the state's."""
+        return 0.0
+
+    def mark(self) -> Any:
+        """The present state of what f changes, for `restore`. False (or empty): f changes nothing."""
+        return None
+
+    def restore(self, mark: Any) -> None:
+        """Undo everything since `mark`."""
+
+
+class Job(NamedTuple):
+    """What a loop is to solve, and with what."""
+
+    f: Slope
+    times: Sequence[Time]
+    solver: Solver
+    controller: StepController
+    outputs: Outputs
+    tape: Tape
+    side_effects: SideEffects
+    through_search: bool = False
+    locate: bool = False  # say in which step the solution stopped being finite
+
+
+class Integration(NamedTuple):
+    """A finished solve."""
+
+    state: State
+    tape: Tape
+    n_rejected: int
+
+    def count(self, stats: Stats) -> None:
+        """Fill in the counts of a forward pass."""
+        events, tape = self.tape.events, self.tape
+        sizes = [number(abs(event.t1 - event.t0)) for event in events if isinstance(event, Step)]
+        stats.count_forward(
+            n_steps=tape.n_steps,
+            n_rejected=self.n_rejected,
+            n_checkpoints=len(tape.checkpoints),
+            n_refreshes=sum(isinstance(event, Refresh) for event in events),
+            n_rescales=sum(isinstance(event, Rescale) for event in events),
+            h_min=min(sizes),
+            h_max=max(sizes),
+        )
+
+
+class Measured(NamedTuple):
+    """Numbers by which an attempt is judged, before they are read from the device."""
+
+    ratio: Tensor | None  # error over tolerance
+    alternation: Tensor | None  # of f - v
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [x for x in self if x is not None]
+
+
+class Loop(ABC):
+    """One solve in progress. `advance` makes one attempt."""
+
+    state: State
+    carry: Tensors | None
+    control: ControllerState
+    refresher: Refresher
+
+    def __init__(self, job: Job):
+        self.job, self.t = job, job.times[0]
+        self.f, self.solver, self.tape, self.outputs = job.f, job.solver, job.tape, job.outputs
+        self.side_effects = job.side_effects
+        self.alternated_at_the_end = False  # f - v of a short solve, when it was too late for a refresh
+
+    def run(self, z0: Tensors, arithmetic: Any) -> Integration:
+        self._begin(z0, arithmetic)
+        self.begun()
+        while self.t is not self.job.times[-1]:
+            self.advance()
+        return Integration(self.state, self.tape, self.control.n_rejected)
+
+    @abstractmethod
+    def first_state(self, z0: Tensors, arithmetic: Any) -> tuple[State, Tensors | None]:
+        """What the solver's `start` returns."""
+
+    @abstractmethod
+    def begun(self) -> None:
+        """Called before the first attempt."""
+
+    @abstractmethod
+    def advance(self) -> None:
+        """Attempt one step, and commit it if it is accepted."""
+
+    def _begin(self, z0: Tensors, arithmetic: Any) -> None:
+        job, t, times = self.job, self.t, self.job.times
+        mark = self.side_effects.mark()
+        self.state, self.carry = self.first_state(z0, arithmetic)
+        if self.carry is not None:
+            mark = self.side_effects.mark()  # this evaluation is the first stage of the first step
+        self.tape.events.append(Start(t))
+        start = SolveStart(self.f, job.solver, t, times[-1], self.state, self.carry, job.through_search)
+        self.control = job.controller.begin(start)
+        n_steps = job.controller.n_steps([number(x) for x in times])
+        self.refresher = Refresher(job.solver, self.is_adaptive, self.control.controlled, n_steps)
+        self.side_effects.restore(mark)
+        self.outputs.begin(times, job.controller.ends_on_outputs(job.solver), arithmetic is Traced)
+        self.tape.record_output(0)
+        self.outputs.record(0, t, z0)
+        if job.locate:
+            _raise_if_non_finite(self.state, f"in y0 or in f at the start, t = {number(t):.6g}")
+
+    @property
+    def is_adaptive(self) -> bool:
+        return isinstance(self.control, AdaptiveControllerState)
+
+    def next_time(self) -> Time:
+        return self.control.next_time(self.t, self.job.times[self.outputs.stop])
+
+    def attempt(self, t1: Time, plan: RefreshPlan) -> tuple[Attempt, Residuals]:
+        return self.refresher.step(plan, self.f, self.t, t1, self.state, self.carry, self.is_adaptive)
+
+    def measure(self, t1: Time, attempt: Attempt, residuals: Residuals, plan: RefreshPlan) -> Measured:
+        ratio = alternation = None
+        if isinstance(self.control, AdaptiveControllerState):
+            ratio = self.control.error_ratio(self.state, attempt)
+        if plan.decides:
+            h = number(t1 - self.t)
+            alternation = self.refresher.alternation(residuals, self.state.point, h, self.side_effects.eps)
+        return Measured(ratio, alternation)
+
+    def accepts(self, t1: Time, attempt: Attempt, measured: Measured, error: float) -> bool:
+        """The controller's verdict on an attempt whose error over the tolerance is `error`."""
+        if not isinstance(self.control, AdaptiveControllerState) or measured.ratio is None:
+            return True
+        return self.control.accepts(self.t, t1, attempt, measured.ratio, error)
+
+    def commit(self, t1: Time, attempt: Attempt, residuals: Residuals) -> AcceptedStep:
+        """Go on from the end of an accepted attempt."""
+        t, before = self.t, self.state
+        self.tape.step(t, t1, *self.outputs.ends(t1), before)
+        if self.job.locate:
+            _raise_if_non_finite(attempt.state, at(t, t1))
+        self.state, self.carry, self.t = attempt.state, attempt.carry, t1
+        self.refresher.after_step(residuals)
+        return AcceptedStep(self.f, self.solver, t, t1, before, attempt, self.state)
+
+    def hand_out(self, step: AcceptedStep) -> None:
+        """The outputs inside a step and at its end."""
+        self.tape.events += self.outputs.accept(step)
+        self.carry = step.carry
+
+    def refresh_if(self, alternates: bool, plan: RefreshPlan, slope: Tensors | None) -> bool:
+        """v <- f(t, z), if the plan or the residuals ask for it; slope: f(t, z), if it is known."""
+        if self.t is self.job.times[-1]:
+            # If the only look there was came with the last step, it is too late for a refresh.
+            self.alternated_at_the_end = alternates and self.refresher.n_looks == 1 and not self.is_adaptive
+            return False
+        if plan.refreshes or alternates:
+            self._refresh(slope)
+            return True
+        return False
+
+    def _refresh(self, slope: Tensors | None) -> None:
+        mark, kept = self.side_effects.mark(), None
+        if self.tape.rewinds:
+            assert isinstance(self.state, RewindableState)
+            kept = self.tape.keep(self.state.snapshot_before_refresh())
+        k = self.outputs.waiting - 1 if self.outputs.stops else 0
+        self.tape.events.append(Refresh(self.t, k, kept))
+        self.state = self.refresher.refreshed(self.f, self.t, self.state, slope)
+        self.side_effects.restore(mark)
+
+
+def copied(x: C) -> C:
+    """copy.copy without its search for ways to copy, which would be half of the cost of a savepoint."""
+    twin = object.__new__(type(x))
+    vars(twin).update(vars(x))
+    return twin
+
+
+def read(tensors: Sequence[Tensor]) -> list[float]:
+    """The values of all tensors, in one host read."""
+    if len(tensors) == 1:
+        return tensors[0].reshape(-1).tolist() if tensors[0].ndim else [tensors[0].item()]
+    return torch.cat([x.detach().reshape(-1).to(tensors[0]) for x in tensors]).tolist()
+
+
+def at(t0: Time, t1: Time) -> str:
+    return f"at t = {number(t1):.6g} (h = {abs(number(t1 - t0)):.3g})"
+
+
+def _raise_if_non_finite(state: State, where: str) -> None:
+    leaf = first_non_finite((*state.point, *state.slope))
+    if leaf is not None:
+        raise NonFiniteError(
+            f"Non-finite values in leaf {leaf % len(state.point)} of the state, first seen {where}. {LOOK_THERE}"
+        )

@@ -1,0 +1,109 @@
+"""The cotangents that a backward pass carries from the end of a solve to its start."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchmali.state.base import State
+from torchmali.state.vectors import Tensors, Time
+
+
+class Cotangent:
+    """a = dL/d(z, v) at the current time, and the gradients summed up so far. Solvers work on it in place.
+
+    sums: dL/dz and dL/dtheta; None until f is seen to depend on a parameter. observer: dL/d(parameters of the
+    observer). times: dL/dt of the output times. is_new: nothing has been pulled back yet.
+    """
+
+    def __init__(
+        self,
+        z: Sequence[Tensor],
+        v: Sequence[Tensor],
+        theta: Sequence[Tensor | None],
+        observer: Sequence[Tensor | None],
+        times: Sequence[Time],
+        is_new: bool = False,
+    ):
+        self.z, self.v = list(z), list(v)
+        self.sums: list = [*self.z, *theta]
+        self.observer, self.times, self.is_new = list(observer), list(times), is_new
+        # Of the step that is being pulled back: dL/dt0, dL/dt1, and dL/dt of the outputs inside it.
+        self._t0: Time = 0.0
+        self._t1: Time = 0.0
+        self._inside: Sequence[Time] = ()
+
+    @staticmethod
+    def zero(state: State, n_theta: int, n_observer: int, n_times: int) -> Cotangent:
+        z, v = ([torch.zeros_like(x) for x in leaves] for leaves in (state.point, state.slope))
+        return Cotangent(z, v, [None] * n_theta, [None] * n_observer, [0.0] * n_times, is_new=True)
+
+    @property
+    def theta(self) -> list:
+        return self.sums[len(self.z) :]
+
+    def add_to_theta(self, grads: Sequence[Tensor | None]) -> None:
+        """Add dL/dtheta of one step."""
+        accumulate(self.sums, [*[None] * len(self.z), *grads])
+
+    def add_to_times(self, dt0: Time, dt1: Time, inside: Sequence[Time] = ()) -> None:
+        """Add to dL/dt0 and dL/dt1 of the step that is being pulled back; inside: dL/dt of the outputs inside it."""
+        self._t0, self._t1 = self._t0 + dt0, self._t1 + dt1
+        self._inside = inside or self._inside
+
+    def finish_step(self, k0: int, k1: int, inside: Sequence[int]) -> None:
+        """Hand the step's dL/dt on to the output times with which its ends move, and begin the next step."""
+        self.add_to_time(k0, self._t0)
+        self.add_to_time(k1, self._t1)
+        for k, dt in zip(inside, self._inside, strict=True):
+            self.add_to_time(k, dt)
+        self._t0, self._t1, self._inside = 0.0, 0.0, ()
+
+    def add_to_time(self, k: int, dt: Time | None) -> None:
+        """Add to dL/dt of an output time."""
+        if dt is not None:
+            self.times[k] = self.times[k] + dt
+
+    def begun(self) -> None:
+        """Something has been pulled back."""
+        self.is_new = False
+
+    def set_aside(self) -> Cotangent:
+        """A snapshot for a rerun. It takes the sums of parameters along, and those here are reset."""
+        z, v = ([x.clone() for x in leaves] for leaves in (self.z, self.v))
+        snapshot = Cotangent(z, v, self.theta, self.observer, self.times)
+        self.sums = [*self.z, *[None] * len(self.theta)]
+        self.observer = [None] * len(self.observer)
+        return snapshot
+
+    def take_back(self, snapshot: Cotangent) -> None:
+        """Add the sums of parameters that were set aside."""
+        self.add_to_theta(snapshot.theta)
+        accumulate(self.observer, snapshot.observer)
+
+
+def accumulate(total: list, grads: Any, scale: float = 1.0) -> None:
+    """total += scale * grads, with gaps (None) in both. No tensor of grads is kept: it may be shared."""
+    if not grads:
+        return
+    try:
+        torch._foreach_add_(total, grads, alpha=scale)
+    except TypeError:  # there is a gap
+        for i, g in enumerate(grads):
+            if g is not None:
+                total[i] = g * scale if total[i] is None else total[i].add_(g, alpha=scale)
+
+
+def followed(times: Sequence[float], z: Tensors) -> list[Tensor]:
+    """Times for autograd to follow, on the device of the state z that they are multiplied with.
+
+    The product of a time on the host and a state on a device would send the gradient of the time to the host: a wait
+    for each product. If the state has no single device, or one without float64 (MPS), the times are on the host.
+    """
+    devices = {x.device for x in z}
+    device = devices.pop() if len(devices) == 1 else torch.device("cpu")
+    device = torch.device("cpu") if device.type == "mps" else device
+    return [torch.full((), t, dtype=torch.float64, device=device, requires_grad=True) for t in times]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import torchmali as tm
 from torchmali.nn import CNF, ExactTrace, Hutchinson, gaussian, rademacher
-from torchmali.state.fixed_point import FixedPoint
+from torchmali.state.fixed_point import FixedPoint, FixedPointArithmetic
 
 TIGHT: Any = {"solver": tm.ALF(order=6), "controller": tm.AdaptiveStep(1e-10, 1e-11)}
 
@@ -169,7 +169,7 @@ def test_the_way_back_from_a_code_is_exact(gradient, trace):
     found = model(x, return_code=True)
     assert found.code is not None
     back = model.inverse(pickle.loads(pickle.dumps(found.code)))
-    assert torch.equal(back, FixedPoint.of((x,), wide=gradient != tm.MALI(exact=True)).point[0])
+    assert torch.equal(back, FixedPointArithmetic(1.0, gradient != tm.MALI(exact=True)).of((x,)).point[0])
     assert (back - x).abs().max() <= 2.0**-26 * x.abs().max()
     plain = model(x, noise=found.code.args[0])
     torch.testing.assert_close((found.z, found.log_det), (plain.z, plain.log_det))

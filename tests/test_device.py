@@ -38,7 +38,7 @@ AT_THE_END = 1  # whether the end is finite
 COMPARISON = 1  # of a rebuilt state with the one that was kept: at the start, at each refresh and checkpoint
 FIRST_STEP = 2  # Hairer's rule: |y0| and |f|, then the difference of two f
 SAME_F = 1  # Adjoint: whether f(t0, y0) is what it was
-EXACT_START = 4  # the largest of y0 and of v0, in both passes
+EXACT_START = 2  # the largest of y0 and of v0
 BATCHNORM = 2  # whether f changes its mean and its variance; that its counter changes is known on the host
 ONE_SCALE = 1  # exact: whether leaves mix scales
 SAME_BITS = 1  # exact: whether f returns the same bits without a graph
@@ -117,7 +117,8 @@ def test_all_gradients_of_a_tree_are_those_of_the_cpu(solver, controller, method
 def test_refreshes_and_rescales_are_those_of_the_cpu(method):
     def run(device: str) -> list[Tensor]:
         y0 = moved(VAN_DER_POL.y0, device, torch.float32)
-        solution = tm.solve(VAN_DER_POL.f, y0, (0.0, 4.0), controller=tm.FixedStep(0.05), gradient=method)
+        field = lambda t, y: VAN_DER_POL.f(t, y) * (1 + 30 * torch.exp(-(((t - 3) / 0.1) ** 2)))  # noqa: E731
+        solution = tm.solve(field, y0, (0.0, 4.0), controller=tm.FixedStep(0.02), gradient=method)
         assert solution.stats.n_refreshes > 0
         assert solution.stats.n_rescales > 0 or not getattr(method, "exact", False)
         return [solution.y, *torch.autograd.grad(solution.y[-1].square().sum(), y0)]

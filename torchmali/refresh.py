@@ -26,6 +26,7 @@ from torchmali.state.vectors import Tensors, Time, rows
 
 PERIOD = 8  # with fixed steps, w is looked at (and the host read) no more often than once in so many reflects
 N_VALUES = 3  # of f - v in a row
+LARGE = 1e38  # the largest factor: a float32
 MAGNIFIED = 2.0**40  # as squares of small float32 numbers are zero
 
 
@@ -120,7 +121,7 @@ def _alternation(x0: Tensor, x1: Tensor, x2: Tensor, z: Tensor, h: float, eps: f
     noise = 4 * max(eps, torch.finfo(z.dtype).eps) / h if h else math.inf
     x0, x1, x2, z = rows(x0), rows(x1) * MAGNIFIED, rows(x2), rows(z)
     dot = torch.linalg.vecdot
-    least = torch.maximum(dot(x0, x1), dot(x1, x2)).add_(dot(z, z), alpha=noise**2 * MAGNIFIED)
+    least = torch.maximum(dot(x0, x1), dot(x1, x2)).add_(dot(z, z), alpha=min(noise**2 * MAGNIFIED, LARGE))
     if growing:
         before, now, size = (torch.linalg.vector_norm(x, dim=1) for x in (x0, x2, z))
         least = torch.where((now > 2 * before) & (2 * h * now > size), least, 1.0)

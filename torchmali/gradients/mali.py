@@ -17,10 +17,11 @@ from torchmali.solution import TELL_LIMIT, short_repr
 from torchmali.solvers.base import ReversibleSolver, Solver
 from torchmali.solvers.leapfrog import Leapfrog
 from torchmali.state.base import RewindableState
-from torchmali.state.fixed_point import FixedPoint, FixedPointArithmetic
+from torchmali.state.fixed_point import PERIOD, FixedPoint, FixedPointArithmetic
 from torchmali.state.floats import Floats
 from torchmali.tape import Tape
 
+GUESSED_STEPS = 32  # of an adaptive solve, before its first step
 UNITS = {"B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -84,8 +85,11 @@ class MALI(ReplayGradient):
             )
         super().check(solver, controller)
 
-    def arithmetic(self, span: float) -> Any:
-        return FixedPointArithmetic(self.exact == "int64", span) if self.exact else Floats
+    def arithmetic(self, problem: Problem) -> Any:
+        if not self.exact:
+            return Floats
+        n_steps = problem.controller.n_steps(problem.times) or GUESSED_STEPS
+        return FixedPointArithmetic(PERIOD * problem.span / n_steps, self.exact == "int64")
 
     @property
     def state(self) -> type[RewindableState]:

@@ -72,8 +72,8 @@ class ReplayGradient(GradientMethod):
 
     state: ClassVar[type[RewindableState]] = Floats
 
-    def arithmetic(self, span: float) -> Any:
-        """What makes the first state of a solve over a time span."""
+    def arithmetic(self, problem: Problem) -> Any:
+        """What makes the first state of a solve."""
         return self.state
 
     @abstractmethod
@@ -86,7 +86,7 @@ class ReplayGradient(GradientMethod):
         return self.solve_forward(problem, self.tape(problem) if problem.wants_code else None)
 
     def solve_forward(self, problem: Problem, tape: Tape | None) -> Solved:
-        solved = solve_without_graph(problem, self.arithmetic(problem.span), tape)
+        solved = solve_without_graph(problem, self.arithmetic(problem), tape)
         self.judge_forward(problem, solved)
         return solved
 
@@ -283,7 +283,14 @@ class BackwardPass:
 
         return rewind(segment, kept, state, undo_step, on_output)
 
-    def _trusts(self, rebuilt: State, truth: State, after: State, segment: Sequence[Event], a: Cotangent) -> bool:
+    def _trusts(
+        self,
+        rebuilt: RewindableState,
+        truth: RewindableState,
+        after: RewindableState,
+        segment: Sequence[Event],
+        a: Cotangent,
+    ) -> bool:
         steps = [event for event in segment if isinstance(event, Step)]
         if not steps:
             return True

@@ -150,8 +150,8 @@ class Loop(ABC):
     def next_time(self) -> Time:
         return self.control.next_time(self.t, self.job.times[self.outputs.stop])
 
-    def attempt(self, t1: Time, plan: RefreshPlan) -> tuple[Attempt, Residuals]:
-        return self.refresher.step(plan, self.f, self.t, t1, self.state, self.carry, self.is_adaptive)
+    def attempt(self, t1: Time, plan: RefreshPlan, state: State) -> tuple[Attempt, Residuals]:
+        return self.refresher.step(plan, self.f, self.t, t1, state, self.carry, self.is_adaptive)
 
     def measure(self, t1: Time, attempt: Attempt, residuals: Residuals, plan: RefreshPlan) -> Measured:
         ratio = alternation = None
@@ -194,8 +194,13 @@ class Loop(ABC):
             return True
         return False
 
+    @abstractmethod
+    def new_slope(self, slope: Tensors | None) -> Tensors:
+        """f(t, z), for a refresh; slope: its value, if it is known."""
+
     def _refresh(self, slope: Tensors | None) -> None:
         mark, kept = self.side_effects.mark(), None
+        slope = self.new_slope(slope)
         if self.tape.rewinds:
             assert isinstance(self.state, RewindableState)
             kept = self.tape.keep(self.state.snapshot_before_refresh())

@@ -22,7 +22,7 @@ class FloatLoop(Loop):
     def advance(self) -> None:
         mark = self.side_effects.mark() if self.is_adaptive else None
         t1, plan = self.next_time(), self.refresher.plan()
-        attempt, residuals = self.attempt(t1, plan)
+        attempt, residuals = self.attempt(t1, plan, self.state)
         alternates = False
         if self.is_adaptive or plan.decides:
             measured = self.measure(t1, attempt, residuals, plan)
@@ -34,6 +34,9 @@ class FloatLoop(Loop):
         step = self.commit(t1, attempt, residuals)
         self.hand_out(step)
         self.refresh_if(alternates, plan, self.carry)
+
+    def new_slope(self, slope: Tensors | None) -> Tensors:
+        return self.f(self.t, self.state.point) if slope is None else slope
 
     def _reject(self, attempt: Attempt, mark: Any) -> None:
         self.side_effects.restore(mark)

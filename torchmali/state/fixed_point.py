@@ -1,452 +1,471 @@
-"""The state arithmetic on integers: what was added can be subtracted again to the last bit.
+"""The state as integers: what was added can be subtracted again to the last bit.
 
-z and v live on grids of spacing 2^-k, one k for each leaf of each. Undamped, both moves add a rounded function of one
-to the other, so the inverse move computes the same numbers and takes them away:
+z is held as the integers nearest to 2^kz z, and v as the integers nearest to 2^kv v. Undamped, both moves add a rounded
+function of one to the other, so the inverse move computes the same numbers and takes them away:
 
-    drift    z <- z + Q(e v)          reflect  v <- Q(2 u) - v
+    drift    z <- z + round(e 2^(kz - kv) v)          reflect  v <- round(2 2^kv u) - v
 
-float32 leaves are held as int32 (the memory of float32, with 3 bits more than its mantissa for the largest element),
-float64 leaves as int64.
+kz and kv are numbers for a whole leaf; a leaf that mixes scales has one of each for every element. float32 leaves are
+held as int32 (the memory of float32, with 3 bits more than its mantissa for the largest element), float64 leaves as
+int64.
 
-Integers overflow silently. Each reflect measures how large its numbers got, and `Range` reads the measurements of many
-steps together. Where they did not fit, all of these steps are taken back and taken again one by one. A single step that
-does not fit is made once in floats (`Peaks`), which shows how large each element gets, and repeated on a grid for that.
-
-One spacing per leaf would leave the small elements of a leaf with fewer bits than floats have. A leaf that mixes scales
-has exponents s for each element beside k, one for z and one for v, and spacing 2^-(k + s).
+Integers overflow silently: loop/fixed_point.py sees to it that their range is not left. A `Shift` changes the
+exponents, and what falls off is kept to undo it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from torchmali.state.base import Deviation, RewindableState, Snapshot, State
-from torchmali.state.floats import Floats
+from torchmali.errors import NonFiniteError
+from torchmali.state.base import Deviation, RewindableState, Snapshot
 from torchmali.state.integers import (
     BITS,
-    EXPONENT,
-    FINER,
     FINEST,
-    FURTHEST,
-    LACKING,
-    LACKING_ELEMENTS,
-    LARGEST_S,
     MANTISSA,
-    MOST,
-    SHARE,
     WORDS,
-    Exponents,
     Factor,
-    Factors,
-    excess_of,
-    exponents_for,
+    exponent,
     extremes,
     ldexp,
     magnitudes,
-    max_or_nan,
-    quantised,
-    shift_left,
-    shift_right,
+    shift,
     single,
-    slice_sizes,
-    spacings,
-    stack_of,
-    times_,
-    times_power,
+    stacked,
+    unshift,
 )
 from torchmali.state.vectors import Tensors
 
-LIMIT = {torch.int32: 0.99 * 2**30, torch.int64: 0.99 * 2**62}  # two numbers below it can be added
-PERIOD = 8  # steps between two readings of the range, reflects between two looks at the mixture of scales
+Exponent: TypeAlias = "int | Tensor"  # of a leaf, or int16 of each of its elements
+Bits: TypeAlias = "list[int | Tensor]"  # for each leaf of z, then for each leaf of v
+MIDDLE, PACKED = {torch.float32: 24, torch.float64: 0}, {torch.float32: torch.int8, torch.float64: torch.int16}
+SLACK = 1  # bits by which the largest element may exceed BITS before it gets a coarser grid
+FINER = 2  # bits that the largest element may lack before it gets a finer grid
+# A leaf mixes scales if all elements of a slice lack so many bits of a float's mantissa,
+LACKING = 3
+# or if more than a share of its elements lack so many, or a single one: few elements are often small by chance.
+LACKING_SHARE, SHARE, LACKING_ONE = 6, 1 / 64, 10
+N_SIGNS = 7
+PERIOD = 8  # steps between two readings of the range; reflects between two looks at the mixture of scales
+
+
+class Shift(NamedTuple):
+    """A change of exponents: the leaves of z, then of v, are divided by 2^bits and rounded."""
+
+    bits: tuple[int, ...]  # the largest, for leaves whose elements have bits of their own, kept as a tensor
+    each: tuple[int, ...] = ()  # those leaves
+    fresh: tuple[tuple[int, int], ...] = ()  # those of them that had one exponent before, and that exponent
+    from_end: int = 0  # of a shift within a step: the number of moves that came after it
+
+
+class Seen:
+    """What the moves of a step did to the range of the numbers."""
+
+    def __init__(self):
+        self.time = 0.0  # for which v moved z
+        self.u: list[Tensor] = []  # low and high of 2 u, reflect after reflect, leaf after leaf
+        self.v: list[Tensor] = []  # low and high of the new v
+        self.moves: list[Tensor] = []  # low and high of what was added to z, for leaves with exponents of elements
+        self.last_u: Tensors = ()  # of the last reflect
+
+    def drift(self, e: float, moves: Sequence[Tensor]) -> None:
+        self.time += abs(e)
+        for move in moves:
+            self.moves += extremes(move)
+
+    def reflect(self, u: Tensors, q: Sequence[Tensor], v: Sequence[Tensor]) -> None:
+        for x, y in zip(q, v, strict=True):
+            self.u += extremes(x)
+            self.v += extremes(y)
+        self.last_u = u
+
+    def forget_u(self) -> None:
+        self.last_u = ()
+
+
+class Signs(NamedTuple):
+    """Numbers by which the exponents of a leaf are judged."""
+
+    z: float  # the largest integer of z
+    v: float  # and of v
+    far: float  # the largest of Joint.far
+    near: float  # the largest of Joint.near
+    near_slice: float  # the largest of it in the slice where that is smallest; zeros do not count
+    n_lacking: float  # the number of elements that are small beside the largest
+    smallest: float  # the smallest of Joint.near; for a leaf with exponents of elements, of Joint.far on its grid
+
+
+class Joint(NamedTuple):
+    """|z|, and what v adds to it in a time, together: an element that passes through zero is not small."""
+
+    point: Tensor
+    slope: Tensor
+    time: float  # of PERIOD steps
+
+    @property
+    def far(self) -> Tensor:
+        """With what v adds before the next look."""
+        return torch.maximum(self.point, self.slope * self.time)
+
+    @property
+    def near(self) -> Tensor:
+        """With what v adds in a step."""
+        return torch.maximum(self.point, self.slope * (self.time / PERIOD))
 
 
 class FixedPoint(RewindableState):
-    """Moves out of place, each on fresh tensors: a fork is free. z keeps the memory layout of y0."""
+    """The state as integers. Moves are out of place, each on fresh tensors: a fork is free. z keeps y0's layout.
+
+    log: the shifts that careful moves have made room with, each with the number of moves before it; None: moves are not
+    careful. pending: shifts within the step that is being undone. given: the floats that v was made of.
+    """
 
     __slots__ = (
         "_factors",
-        "_steps_of_z",
-        "finer",
+        "_moves_of_z",
         "given",
         "kv",
         "kz",
+        "log",
+        "n_moves",
+        "pending",
         "reals",
         "seen",
-        "span",
+        "started",
         "v",
-        "v_sizes",
         "z",
-        "z_sizes",
     )
 
     def __init__(
         self,
         z: Tensors,
         v: Tensors,
-        kz: tuple[int, ...],
-        kv: tuple[int, ...],
-        reals: tuple,
-        span: float,
-        finer: Mapping[int, Exponents],
+        kz: tuple[Exponent, ...],
+        kv: tuple[Exponent, ...],
+        reals: tuple[torch.dtype, ...],
+        seen: Seen | None = None,
+        log: list[tuple[int, Shift, Snapshot]] | None = None,
+        pending: tuple[tuple[Shift, Snapshot], ...] = (),
+        given: Tensors = (),
     ):
         self.z, self.v, self.kz, self.kv, self.reals = z, v, kz, kv, reals
-        self.span = span  # of the solve: how long v moves z
-        self.finer = finer  # s of the leaves that mix scales
-        self.seen: Seen | None = None  # of the moves since `fork`. The backward pass does not look.
-        # By how much v moved each leaf of z in a time: a step ends with the move with which the next one begins.
-        self._steps_of_z: list[tuple[float, Tensor]] | None = None
+        self.seen, self.log, self.pending, self.given, self.n_moves = seen, log, pending, given, 0
+        # What v adds to each leaf of z in a time: a step ends with the move with which the next one begins.
+        self._moves_of_z: tuple[float, list[Tensor]] | None = None
         self._factors: Factors | None = None
-        self.z_sizes: Sequence[float] = ()  # the largest z of each leaf, where it was just made
-        self.v_sizes: Sequence[float] = ()  # and the largest v
-        self.given: Tensors = ()  # the z and v that a first state was made of
+        self.started: list[Seen] | None = None
 
     @classmethod
-    def of(
-        cls, z: Tensors, wide: bool = False, span: float = 1.0, finer: Mapping[int, Exponents] | None = None
-    ) -> FixedPoint:
-        """wide: int64 for float32 leaves, too. finer: s for leaves that mix scales."""
-        finer = finer or {}
-        words = [torch.int64 if wide else WORDS[x.dtype] for x in z]
-        fine = [times_power(x, finer[i].z) if i in finer else x for i, x in enumerate(z)]
-        (k, sizes), reals = spacings(fine, words), tuple(x.dtype for x in z)
-        grid = cls(quantised(fine, k, words), (), k, (), reals, span, finer)
-        grid.z_sizes, grid.given = sizes, z
-        return grid
+    def of(cls, z: Tensors) -> FixedPoint:
+        return FixedPointArithmetic(1.0).of(z)
 
     def started_at(self, z: Tensors) -> FixedPoint:
-        return FixedPoint.of(z, self._is_wide, self.span, self.finer)
-
-    @property
-    def _is_wide(self) -> bool:
-        return any(x.dtype != WORDS[real] for x, real in zip(self.z, self.reals, strict=True))
+        return FixedPoint(quantised(z, self.kz, self.words), (), self.kz, self.kv, self.reals)
 
     def with_slope(self, v: Tensors) -> FixedPoint:
-        words = [x.dtype for x in self.z]
-        fine = [times_power(x, self.finer[i].v) if i in self.finer else x for i, x in enumerate(v)]
-        k, sizes = spacings(fine, words)
-        grid = FixedPoint(self.z, quantised(fine, k, words), self.kz, k, self.reals, self.span, self.finer)
-        grid.z_sizes, grid.v_sizes, grid.given = self.z_sizes, sizes, (*self.given, *v)
-        return grid
+        kv = self.kv or exponents_of(v, self.words)
+        return FixedPoint(self.z, quantised(v, kv, self.words), self.kz, kv, self.reals, given=v)
 
     @property
-    def point(self) -> Tensors:
-        x = self._floats(self.z, self.factors.point)
-        for i, s in self.finer.items():
-            x[i] = times_power(x[i], -s.z)
-        return tuple(x)
-
-    @property
-    def slope(self) -> Tensors:
-        x = self._floats(self.v, self.factors.slope)
-        for i, s in self.finer.items():
-            x[i] = times_power(x[i], -s.v)
-        return tuple(x)
+    def words(self) -> list[torch.dtype]:
+        return [x.dtype for x in self.z]
 
     @property
     def factors(self) -> Factors:
-        self._factors = self._factors or Factors(self.z, self.kz, self.kv, self.reals)
+        self._factors = self._factors or Factors(self)
         return self._factors
 
-    def _floats(self, x: Tensors, factors: Sequence[Factor]) -> list[Tensor]:
-        return [factor.times_(leaf.type(real)) for leaf, factor, real in zip(x, factors, self.reals, strict=True)]
+    @property
+    def point(self) -> Tensors:
+        leaves = zip(self.z, self.factors.point, self.reals, strict=True)
+        return tuple([factor.times_(x.type(real)) for x, factor, real in leaves])
+
+    @property
+    def slope(self) -> Tensors:
+        leaves = zip(self.v, self.factors.slope, self.reals, strict=False)
+        return tuple([factor.times_(x.type(real)) for x, factor, real in leaves])
 
     def fork(self) -> FixedPoint:
-        fork = FixedPoint(self.z, self.v, self.kz, self.kv, self.reals, self.span, self.finer)
-        fork.seen, fork._steps_of_z, fork._factors = Seen(), self._steps_of_z, self._factors
+        log, seen = None if self.log is None else [], Seen()
+        if self.started is not None:
+            self.started[:] = [seen]
+        fork = FixedPoint(self.z, self.v, self.kz, self.kv, self.reals, seen, log, self.pending)
+        fork._moves_of_z, fork._factors = self._moves_of_z, self._factors
         return fork
 
-    def drift(self, e: float) -> FixedPoint:
-        moved, steps = [], self._steps_of_z or [(-1.0, z) for z in self.z]
-        for i, (z, v, real) in enumerate(zip(self.z, self.v, self.reals, strict=True)):
-            time = abs(e) if real is torch.float64 else single(abs(e))
-            known, step = steps[i]
-            if known != time:
-                move = self.factors.of_drift(i, time).times_(v.type(real))
-                if i in self.finer:
-                    move = times_power(move, self.finer[i].apart)
-                step = move.round_().type(z.dtype)
-                steps[i] = time, step
-            moved.append(z.add(step) if e >= 0 else z.sub(step))  # z first: the sum takes its layout
-        self.z, self._steps_of_z = tuple(moved), steps
-        if self.seen is not None:
-            self.seen.time += abs(e)
+    def seen_by(self, started: list[Seen]) -> FixedPoint:
+        """This state, whose forks leave what their moves see in a list: a step may fail."""
+        self.started = started
         return self
+
+    def careful(self) -> FixedPoint:
+        """This state, with moves that make room for their results. They wait for the device."""
+        return FixedPoint(self.z, self.v, self.kz, self.kv, self.reals, log=[])
+
+    def settled(self) -> FixedPoint:
+        """This state, with moves that are not careful."""
+        return FixedPoint(self.z, self.v, self.kz, self.kv, self.reals)
+
+    def drift(self, e: float) -> FixedPoint:
+        if self.log is not None:
+            self._make_room([self._need_of_drift(i, e) for i in range(len(self.z))], None)
+        moves = self._moves(abs(e))
+        if e >= 0:
+            self.z = tuple([z.add(move) for z, move in zip(self.z, moves, strict=True)])  # z first: it gives the layout
+        else:
+            self.z = tuple([z.sub(move) for z, move in zip(self.z, moves, strict=True)])
+        if self.seen is not None:
+            self.seen.drift(e, [move for move, k in zip(moves, self.kz, strict=True) if isinstance(k, Tensor)])
+        self._moved()
+        return self
+
+    def _moves(self, time: float) -> list[Tensor]:
+        """What v adds to each leaf of z in a time."""
+        if self._moves_of_z is None or self._moves_of_z[0] != time:
+            factors = self.factors.of_drift(time)
+            leaves = zip(self.z, self.v, factors, self.reals, strict=True)
+            moves = [f.times_(v.type(real)).round_().type(z.dtype) for z, v, f, real in leaves]
+            self._moves_of_z = time, moves
+        return self._moves_of_z[1]
 
     def reflect(self, u: Tensors, eta: float) -> FixedPoint:
         assert eta == 1
-        turned, seen = [], self.seen
-        for i, (x, v, factor) in enumerate(zip(u, self.v, self.factors.reflect, strict=True)):
-            q = factor.times(x)
-            if i in self.finer:
-                q = times_power(q, self.finer[i].v)
-            if seen is not None:
-                seen.u += extremes(q)
-            turned.append(q.round_().type(v.dtype).sub_(v))
-            if seen is not None:
-                seen.v += extremes(turned[-1])
-        self.v, self._steps_of_z = tuple(turned), None
-        if seen is not None:
-            seen.last_u = u
+        if self.log is not None:
+            self._make_room(None, [self._need_of_reflect(i, x) for i, x in enumerate(u)])
+        q = [factor.times(x) for x, factor in zip(u, self.factors.reflect, strict=True)]
+        rounded = [x.round() if self.seen is not None else x.round_() for x in q]
+        self.v = tuple([x.type(v.dtype).sub_(v) for x, v in zip(rounded, self.v, strict=True)])
+        if self.seen is not None:
+            self.seen.reflect(u, q, self.v)
+        self._moves_of_z = None
+        self._moved()
         return self
 
-    def begins_again(self) -> FixedPointArithmetic | None:
-        """How to begin anew, where leaves mix scales and have no exponents for their elements yet. One host read."""
-        n, leaves = len(self.z), [i for i in self.can_mix if i not in self.finer]
-        # Of the floats: what is too small for the grid is zero on it.
-        given = {i: (self.given[i].abs(), self.given[n + i].abs()) for i in leaves}
-        sizes = {i: torch.maximum(z, v * self.span) for i, (z, v) in given.items()}
-        self.given = ()
-        if not leaves:
+    def _moved(self) -> None:
+        """Count a move, and undo the shifts that came before it when it was made."""
+        self.n_moves += 1
+        while self.pending and self.pending[0][0].from_end == self.n_moves:
+            (change, lost), *rest = self.pending
+            self._become(self.unscaled(change._replace(from_end=0), lost))
+            self.pending = tuple(rest)
+
+    def _become(self, other: FixedPoint) -> None:
+        self.z, self.v, self.kz, self.kv = other.z, other.v, other.kz, other.kv
+        self._moves_of_z = self._factors = None
+
+    # Room for the results of careful moves.
+
+    def _need_of_drift(self, i: int, e: float) -> Tensor:
+        """Bits by which each element of leaf i of z has to become coarser for z + e v to be no larger than BITS."""
+        real = self.reals[i]
+        move = self.factors.of_drift(abs(e))[i].times_(self.v[i].type(real))
+        total = self.z[i].type(real) + (move if e >= 0 else -move)
+        # If that is too large for a float, by its exponent alone.
+        apart: Any = self.kz[i] - self.kv[i]
+        limit = exponent(self.v[i]) + apart + math.frexp(abs(e))[1]
+        return torch.where(total.isfinite(), exponent(total), limit) - BITS[self.z[i].dtype]
+
+    def _need_of_reflect(self, i: int, u: Tensor) -> Tensor:
+        """Bits by which each element of leaf i of v has to become coarser for 2 u - v to be no larger than BITS."""
+        if not bool(torch.isfinite(u).all()):
+            raise NonFiniteError(f"Non-finite values in leaf {i} of f(t, y).")
+        q = self.factors.reflect[i].times(u)
+        total = torch.maximum(q.abs(), (q - self.v[i]).abs())
+        return torch.where(total.isfinite(), exponent(total), exponent(u) + 1 + self.kv[i]) - BITS[self.v[i].dtype]
+
+    def _make_room(self, of_z: Sequence[Tensor] | None, of_v: Sequence[Tensor] | None) -> None:
+        needs = of_z if of_z is not None else of_v
+        assert needs is not None
+        bits = self._bits(needs, self.kz if of_z is not None else self.kv)
+        if bits is None:
+            return
+        none = self._no_bits()
+        state, change, lost = self.rescaled([*bits, *none] if of_z is not None else [*none, *bits])
+        assert self.log is not None
+        self.log.append((self.n_moves, change, lost))
+        self._become(state)
+
+    def _bits(self, needs: Sequence[Tensor], exponents: Sequence[Exponent]) -> Bits | None:
+        """Bits by which leaves become coarser, if their elements need it. One host read."""
+        most = _largest(needs)
+        if max(most, default=0) <= SLACK:
             return None
-        real = max(self.reals, key=lambda real: real.itemsize)
-        signs = torch.cat([self.signs_of_mixture(i, sizes[i]).to(real) for i in leaves]).tolist()
-        mixed = self.mixed(leaves, signs)
-        if not mixed:
-            return None
-        finer = dict(self.finer)
-        for i in mixed:
-            z, v = given[i]
-            s_of_z, s_of_v = exponents_for(z, v * self.span), exponents_for(v, z / self.span)
-            finer[i] = Exponents(s_of_z, s_of_v)
-        return FixedPointArithmetic(self._is_wide, self.span, finer)
-
-    def rescaled(self, change: Change) -> tuple[FixedPoint, Snapshot]:
-        if isinstance(change, Spread):
-            z, v = [x.abs() for x in self.point], [x.abs() for x in self.slope]
-            if self.seen is not None and self.seen.last_u:
-                v = [torch.maximum(x, u.abs()) for x, u in zip(v, self.seen.last_u, strict=True)]
-            time = PERIOD * self.seen.time if self.seen is not None else self.span
-            shifts = {i: self._shift(i, z[i], v[i], time, 0) for i in change.leaves}
-            # What falls off is kept in a byte. Where that does not do, the next step will not fit, and see to it.
-            return self._shifted({i: (bz.clamp(max=8), bv.clamp(max=8)) for i, (bz, bv) in shifts.items()})
-        if isinstance(change, Widening):
-            words = [torch.int64 if i in change.leaves else x.dtype for i, x in enumerate(self.z)]
-            wide = [x.to(word) << b for x, word, b in zip((*self.z, *self.v), words * 2, change.bits, strict=True)]
-            return self._on(wide, change.bits), Snapshot((), None)
-        tensors, lost, coarse = [], [], None
-        for x, b in zip((*self.z, *self.v), change, strict=True):
-            if b > 0:  # rounded, not cut off: a bias would add up
-                coarse = (x + 2 ** (b - 1)) >> b if b < 8 * x.itemsize - 1 else torch.zeros_like(x)
-                fallen = x - (coarse << b)
-                lost.append(fallen.to(torch.int8) if b <= 8 else fallen)
-            tensors.append(coarse if b > 0 else x << -b)
-        return self._on(tensors, [-b for b in change]), Snapshot(tuple(lost), None)
-
-    def unscaled(self, change: Change, lost: Snapshot) -> FixedPoint:
-        if isinstance(change, Spread):
-            return self._unshifted(change, lost.tensors)
-        if isinstance(change, Widening):
-            words = [torch.int32 if i in change.leaves else x.dtype for i, x in enumerate(self.z)]
-            narrow = [(x >> b).to(word) for x, word, b in zip((*self.z, *self.v), words * 2, change.bits, strict=True)]
-            return self._on(narrow, [-b for b in change.bits])
-        tensors, fallen = [], iter(lost.tensors)
-        for x, b in zip((*self.z, *self.v), change, strict=True):
-            tensors.append((x << b) + next(fallen) if b > 0 else x >> -b)
-        return self._on(tensors, change)
-
-    def _on(self, tensors: Sequence[Tensor], change: Sequence[int]) -> FixedPoint:
-        n = len(self.z)
-        k = [k + more for k, more in zip((*self.kz, *self.kv), change, strict=True)]
-        kz, kv = tuple(k[:n]), tuple(k[n:])
-        return FixedPoint(tuple(tensors[:n]), tuple(tensors[n:]), kz, kv, self.reals, self.span, self.finer)
-
-    def regridded(self, peaks: Peaks, overflow: Overflow, margin: int) -> Regridded | None:
-        """On a grid on which numbers as large as `peaks` fit, with `margin` bits to spare; None: there is none."""
-        n, leaves = len(self.z), [i for i, z in enumerate(self.z) if z.numel()]
-        real = max(self.reals, key=lambda real: real.itemsize)
-        peak_sizes = peaks.sizes
-        most = [x.amax().to(real) for i in leaves for x in peak_sizes[i]]
-        found = torch.stack(most).tolist() if most else []
-        if not all(map(math.isfinite, found)):
-            return None
-        sizes, bits, wide, by_element = iter(found), [0] * (2 * n), [], []
-        for i in leaves:
-            spare = self._spare(i)
-            are_blank = [j in overflow.blank for j in (i, n + i)]
-            needs = [
-                self._need(next(sizes), k[i], i, margin, is_blank)
-                for k, is_blank in zip((self.kz, self.kv), are_blank, strict=True)
-            ]
-            lost = [need for need, is_blank in zip(needs, are_blank, strict=True) if not is_blank]
-            hurts = self.z[i].numel() > 1 and max(lost, default=0) > spare  # the elements that stay small
-            if i in self.finer or i in overflow.mixed or hurts:
-                by_element.append(i)
+        bits: Bits = []
+        for i, (need, m) in enumerate(zip(needs, most, strict=True)):
+            is_one = isinstance(exponents[i], int)
+            if m <= SLACK:
+                bits.append(0 if is_one else torch.zeros_like(need))
+            elif is_one and (m <= self._spare(i) or need.numel() == 1):
+                bits.append(int(m))
             else:
-                bits[i], bits[n + i] = needs
-                wide += [i] if len(lost) == 2 and min(lost) > spare + MOST[self.reals[i]] else []
-        shifts = {i: self._shift(i, peak_sizes[i][0], peak_sizes[i][1], peaks.time, margin) for i in by_element}
-        exploding, far = self._exploding(shifts)
-        wide += exploding
-        if wide:
-            return self._widened(wide, peaks, overflow, margin)
-        grid, undo = self, []
-        if any(bits):
-            grid, lost = grid.rescaled(tuple(bits))
-            undo.append((tuple(bits), lost))
-        if shifts:
-            change = Spread(tuple(shifts), tuple(i for i in shifts if i not in self.finer))
-            grid, lost = grid._shifted(shifts, far)
-            undo.append((change, lost))
-        return Regridded(grid, undo)
+                bits.append(torch.where(need > SLACK, need, 0))
+        return bits
 
-    def _widened(self, leaves: Sequence[int], peaks: Peaks, overflow: Overflow, margin: int) -> Regridded | None:
-        """`fitted`, with int64 for these leaves."""
-        if any(self.z[i].dtype is torch.int64 for i in leaves):
-            return None
-        n, more = len(self.z), BITS[torch.int64] - BITS[torch.int32]
-        room = [max(0, min(more, FINEST[self.reals[j % n]] - k)) for j, k in enumerate((*self.kz, *self.kv))]
-        change = Widening(tuple(leaves), tuple(b if j % n in leaves else 0 for j, b in enumerate(room)))
-        grid, lost = self.rescaled(change)
-        regridded = grid.regridded(peaks, overflow, margin)
-        return None if regridded is None else Regridded(regridded.grid, [(change, lost), *regridded.undo])
+    def _no_bits(self) -> Bits:
+        return [0 if isinstance(k, int) else torch.zeros_like(k) for k in self.kz]
+
+    def bits_for_slope(self, v: Tensors) -> Bits | None:
+        """Bits by which leaves have to become coarser for another v; None: it fits. One host read."""
+        needs = [exponent(x) + k - BITS[z.dtype] for x, k, z in zip(v, self.kv, self.z, strict=True)]
+        bits = self._bits(needs, self.kv)
+        return None if bits is None else [*self._no_bits(), *bits]
+
+    def inner_shifts(self) -> list[tuple[Shift, Snapshot]]:
+        """The shifts within the step that led here."""
+        return [(change._replace(from_end=self.n_moves - n), lost) for n, change, lost in self.log or ()]
 
     def _spare(self, i: int) -> int:
         """Bits of the largest element beyond a float's mantissa."""
         return BITS[self.z[i].dtype] - MANTISSA[self.reals[i]]
 
-    def _need(self, size: float, k: int, i: int, margin: int, is_blank: bool) -> int:
-        """By how many bits a tensor of leaf i has to be coarser (finer: negative) for numbers of this size."""
-        if not size:
-            return 0
-        excess = math.frexp(size)[1] + k - BITS[self.z[i].dtype]
-        need = excess if is_blank else max(0, excess - 1 + margin)
-        return max(need, k - FINEST[self.reals[i]])
+    # Exponents that suit the numbers.
 
-    def _shift(self, i: int, z: Tensor, v: Tensor, time: float, margin: int) -> tuple[Tensor, Tensor]:
-        """By how many bits each element of leaf i has to be coarser (finer: negative) for numbers as large as z and v.
+    def signs(self, i: int, time: float) -> Tensor:
+        """The numbers of `Signs` for leaf i. time: for which v and u move z before the next look."""
+        point, slope = self.sizes(i)
+        return signs_of(self.z[i], self.v[i], Joint(point, slope, time), self.grid(i, time), self._spare(i))
 
-        Exponents that are there become finer by the larger of z and of what v does to it: a number that passes through
-        zero is not small. time: for which v may move z before the range is read.
+    def sizes(self, i: int) -> tuple[Tensor, Tensor]:
+        """|z|, and the larger of |v| and |u| of the last reflect: of each element of leaf i, in floats.
+
+        u is not rounded: an element may be zero on the grid, and move.
         """
-        word, zero = self.z[i].dtype, torch.zeros_like(self.z[i], dtype=torch.int32)
-        now, both = [zero, zero], ((z, z), (v, v))
-        if i in self.finer:
-            now = [s.to(torch.int32) for s in self.finer[i]]
-            both = (z, torch.maximum(z, v * self.span)), (v, torch.maximum(v, z / self.span))
-        moved = []
-        for s, k, (size, joint) in zip(now, (self.kz[i], self.kv[i]), both, strict=True):
-            excess, small = (torch.frexp(x).exponent + (k - BITS[word]) + s for x in (size, joint))
-            need = torch.where(joint > 0, small.clamp(max=0), 0)
-            need = torch.where((size > 0) & (excess > 1 - margin), excess - 1 + margin, need)
-            moved.append((s - need).clamp(-LARGEST_S[self.reals[i]], LARGEST_S[self.reals[i]]))
-        to_z, to_v = moved
-        apart = 1 - math.frexp(time)[1] - self.kz[i] + self.kv[i]  # else the largest v may move the smallest z too far
-        to_z = torch.minimum(to_z, to_v + min(apart, FURTHEST))
-        to_v = torch.minimum(to_v, to_z + FURTHEST)
-        longest = 31 if word is torch.int32 else 62
-        return (now[0] - to_z).clamp(max=longest), (now[1] - to_v).clamp(max=longest)
+        real = self.reals[i]
+        slope = self.factors.slope[i].times_(self.v[i].type(real)).abs_()
+        if self.seen is not None and self.seen.last_u:
+            slope = torch.maximum(slope, self.seen.last_u[i].abs())
+        return self.factors.point[i].times_(self.z[i].type(real)).abs_(), slope
 
-    def _exploding(self, shifts: Mapping[int, tuple[Tensor, Tensor]]) -> tuple[list[int], list[int]]:
-        """Leaves with elements of which both z and v would lose too much, and those that lose more than a byte."""
-        if not shifts:
-            return [], []
-        both = [torch.minimum(*pair).amax() for pair in shifts.values()]
-        one = [torch.maximum(*pair).amax() for pair in shifts.values()]
-        found = torch.stack([*both, *one]).tolist()  # the one host read
-        exploding = [i for i, b in zip(shifts, found, strict=False) if b > self._spare(i) + MOST[self.reals[i]]]
-        return exploding, [i for i, b in zip(shifts, found[len(shifts) :], strict=True) if b > 8]
+    def grid(self, i: int, time: float) -> Tensor | None:
+        """The exponent of the coarser of both grids of each element, for J; None: there is one for the leaf."""
+        kz, kv = self.kz[i], self.kv[i]
+        if isinstance(kz, int) or isinstance(kv, int):
+            return None
+        return torch.minimum(kz.int(), kv.int() - math.frexp(time)[1])
 
-    def _shifted(
-        self, shifts: Mapping[int, tuple[Tensor, Tensor]], far: Collection[int] = ()
-    ) -> tuple[FixedPoint, Snapshot]:
-        """far: leaves that lose more than 8 bits."""
-        z, v, finer, kept = list(self.z), list(self.v), dict(self.finer), []
-        for i, (bz, bv) in shifts.items():
-            z[i], lost_z = shift_right(z[i], bz)
-            v[i], lost_v = shift_right(v[i], bv)
-            s = self.finer[i] if i in self.finer else Exponents(torch.zeros_like(bz), torch.zeros_like(bv))
-            small, word = EXPONENT[self.reals[i]], z[i].dtype if i in far else torch.int8
-            finer[i] = Exponents((s.z - bz).to(small), (s.v - bv).to(small))
-            kept += [bz.to(torch.int16), bv.to(torch.int16), lost_z.to(word), lost_v.to(word)]
-        return FixedPoint(tuple(z), tuple(v), self.kz, self.kv, self.reals, self.span, finer), Snapshot(
-            tuple(kept), None
-        )
+    def mixed(self, signs: Sequence[Signs]) -> list[int]:
+        """Leaves that mix scales and have one exponent."""
+        has_one = [isinstance(k, int) and z.numel() > 1 for k, z in zip(self.kz, self.z, strict=True)]
+        return [i for i in range(len(signs)) if has_one[i] and is_mixed(signs[i], self._spare(i), self.z[i].numel())]
 
-    def _unshifted(self, change: Spread, kept: Tensors) -> FixedPoint:
-        z, v, finer = list(self.z), list(self.v), dict(self.finer)
-        for j, i in enumerate(change.leaves):
-            bz, bv, lost_z, lost_v = kept[4 * j : 4 * j + 4]
-            z[i], v[i] = shift_left(z[i], bz, lost_z), shift_left(v[i], bv, lost_v)
-            small = EXPONENT[self.reals[i]]
-            finer[i] = Exponents((finer[i].z + bz).to(small), (finer[i].v + bv).to(small))
-            if i in change.fresh:
-                del finer[i]
-        return FixedPoint(tuple(z), tuple(v), self.kz, self.kv, self.reals, self.span, finer)
+    def adjustment(self, signs: Sequence[Signs], time: float, fresh: Sequence[int] = ()) -> Bits | None:
+        """Bits by which leaves should become coarser (negative: finer); None: they may stay.
 
-    @property
-    def can_mix(self) -> list[int]:
-        return [i for i, z in enumerate(self.z) if z.numel() > 1]
-
-    def sizes(self, i: int) -> Tensor:
-        """|z|, or by how much f moves it over the span, whichever is larger: of each element, in units of z's grid.
-
-        By the last u, which is not rounded: an element may be zero on the grid, and move.
+        fresh: leaves that get exponents for their elements.
         """
-        assert self.seen is not None
-        move = times_(self.seen.last_u[i].abs(), self.span, self.kz[i])
-        if i in self.finer:
-            move = times_power(move, self.finer[i].z)
-        return torch.maximum(self.z[i].type(self.reals[i]).abs_(), move)
-
-    def signs_of_mixture(self, i: int, sizes: Tensor) -> Tensor:
-        """For `mixed`: the largest element of leaf i, that of its smallest slice, how many elements lack bits.
-
-        Where elements have exponents, every element is a slice.
-        """
-        if i in self.finer:
-            slices = [sizes.flatten()]
-        else:
-            slices = [slice_sizes(sizes, d) for d, n in enumerate(sizes.shape) if n > 1]
-        largest = slices[0].amax()
-        smallest = torch.cat(slices) if len(slices) > 1 else slices[0]
-        smallest = torch.where(smallest > 0, smallest, largest).amin()
-        are_small = (sizes < 2.0 ** -(self._spare(i) + LACKING_ELEMENTS) * largest).logical_and_(sizes > 0)
-        return torch.stack([largest, smallest, are_small.sum().to(sizes.dtype)])
-
-    def mixed(self, leaves: Sequence[int], signs: Sequence[float]) -> list[int]:
-        """Those of the leaves that mix scales; where elements have exponents, those with elements that lack bits."""
-        found = []
-        for i, largest, smallest, n_small in zip(leaves, signs[::3], signs[1::3], signs[2::3], strict=True):
-            if i in self.finer:
-                is_mixed = smallest < 2.0 ** MANTISSA[self.reals[i]]
+        of_z: Bits = []
+        of_v: Bits = []
+        changes = False
+        for i, found in enumerate(signs):
+            kz, kv = self.kz[i], self.kv[i]
+            if isinstance(kz, int) and isinstance(kv, int) and i not in fresh:
+                of_z.append(self._bits_of_leaf(i, found.z, found.far, kz))
+                of_v.append(self._bits_of_leaf(i, found.v, found.far / time, kv))
+                changes = changes or of_z[-1] != 0 or of_v[-1] != 0
+            elif i in fresh or self._is_unsuited(i, found):
+                joint = Joint(*self.sizes(i), time).far
+                of_z.append(self._bits_of_elements(i, self.z[i], joint, kz))
+                of_v.append(self._bits_of_elements(i, self.v[i], joint / time, kv))
+                changes = True
             else:
-                lacks = smallest < 2.0 ** -(self._spare(i) + LACKING) * largest
-                is_mixed = lacks or n_small > SHARE * self.z[i].numel()
-            found += [i] if is_mixed else []
-        return found
+                of_z.append(torch.zeros_like(self.z[i], dtype=torch.int16))
+                of_v.append(torch.zeros_like(self.z[i], dtype=torch.int16))
+        return [*of_z, *of_v] if changes else None
+
+    def _bits_of_leaf(self, i: int, largest: float, joint: float, k: int) -> int:
+        word, real = self.z[i].dtype, self.reals[i]
+        excess = _excess(largest, word)
+        if excess > SLACK:
+            return excess
+        excess = _excess(ldexp(joint, k), word)
+        return max(excess, k - FINEST[real]) if joint and excess < -FINER else max(0, k - FINEST[real])
+
+    def _is_unsuited(self, i: int, signs: Signs) -> bool:
+        word, real = self.z[i].dtype, self.reals[i]
+        is_large = max(_excess(signs.z, word), _excess(signs.v, word)) > SLACK
+        return is_large or signs.smallest < 2.0 ** MANTISSA[real]
+
+    def _bits_of_elements(self, i: int, x: Tensor, joint: Tensor, k: Exponent) -> Tensor:
+        """Bits for each element: none for those that are neither too large nor lack any."""
+        word, real = self.z[i].dtype, self.reals[i]
+        large, small = exponent(x) - BITS[word], exponent(joint) + k - BITS[word]
+        bits = torch.where(small < -self._spare(i), small, 0)
+        bits = torch.where(large > SLACK, large, bits)
+        finest: Any = k - FINEST[real]
+        return torch.maximum(bits, torch.as_tensor(finest, dtype=bits.dtype, device=bits.device))
+
+    def rescaled(self, bits: Sequence[int | Tensor]) -> tuple[FixedPoint, Shift, Snapshot]:
+        """The state with other exponents, the change, and what is needed to undo it. bits: of z, then of v."""
+        most = iter(_largest([b for b in bits if isinstance(b, Tensor)]))
+        tensors, exponents, kept, numbers = [], [], [], []
+        for x, k, b in zip((*self.z, *self.v), (*self.kz, *self.kv), bits, strict=True):
+            largest = int(next(most)) if isinstance(b, Tensor) else b
+            shifted = shift(x, b, largest)
+            tensors.append(shifted.x)
+            numbers.append(largest)
+            kept += [] if shifted.lost is None else [shifted.lost]
+            kept += [b.to(torch.int16)] if isinstance(b, Tensor) else []
+            exponents.append((k - b).to(torch.int16) if isinstance(b, Tensor) else k - b)
+        each = tuple(j for j, b in enumerate(bits) if isinstance(b, Tensor))
+        fresh = tuple((j, k) for j in each if isinstance(k := (*self.kz, *self.kv)[j], int))
+        return self._with(tensors, exponents), Shift(tuple(numbers), each, fresh), Snapshot(tuple(kept), None)
+
+    def unscaled(self, change: Shift, lost: Snapshot) -> FixedPoint:
+        """`rescaled` undone. A shift within a step waits for the moves that came after it to be undone."""
+        if change.from_end:
+            pending = (*self.pending, (change, lost))
+            return FixedPoint(self.z, self.v, self.kz, self.kv, self.reals, pending=pending)
+        tensors, exponents = [*self.z, *self.v], [*self.kz, *self.kv]
+        kept, before = list(lost.tensors), dict(change.fresh)
+        for j in reversed(range(len(tensors))):
+            b: Any = kept.pop() if j in change.each else change.bits[j]
+            tensors[j] = unshift(tensors[j], b, kept.pop() if change.bits[j] > 0 else None)
+            k: Any = exponents[j] + b
+            exponents[j] = before.get(j, k.to(torch.int16) if isinstance(k, Tensor) else k)
+        return self._with(tensors, exponents)
+
+    def _with(self, tensors: Sequence[Tensor], exponents: Sequence[Exponent]) -> FixedPoint:
+        n = len(self.z)
+        kz, kv = tuple(exponents[:n]), tuple(exponents[n:])
+        return FixedPoint(tuple(tensors[:n]), tuple(tensors[n:]), kz, kv, self.reals)
+
+    # Snapshots.
 
     def snapshot(self) -> Snapshot:
-        return Snapshot((*self.z, *self.v, *[x for s in self.finer.values() for x in s]), self._form(self.kz))
+        exponents = zip((*self.kz, *self.kv), self.reals * 2, strict=False)
+        packed = [(k - MIDDLE[real]).to(PACKED[real]) for k, real in exponents if isinstance(k, Tensor)]
+        return Snapshot((*self.z, *self.v, *packed), self._form(len(self.z)))
 
     def snapshot_before_refresh(self) -> Snapshot:
-        return Snapshot(self.v, self._form(()))  # z is rebuilt to the bit
+        return Snapshot(self.v, self._form(0))  # z is rebuilt to the bit
 
-    def _form(self, kz: tuple[int, ...]) -> FixedPointForm:
-        return FixedPointForm(kz, self.kv, self.reals, self.span, tuple(self.finer))
+    def _form(self, n: int) -> FixedPointForm:
+        numbers = tuple(None if isinstance(k, Tensor) else k for k in (*self.kz, *self.kv))
+        return FixedPointForm(n, numbers, self.reals)
 
     @classmethod
     def restore(cls, kept: Snapshot) -> FixedPoint:
-        kz, kv, reals, span, spread = kept.form
-        n = len(kz)
-        s = kept.tensors[2 * n :]
-        finer = {i: Exponents(*pair) for i, *pair in zip(spread, s[::2], s[1::2], strict=True)}
-        return cls(kept.tensors[:n], kept.tensors[n : 2 * n], kz, kv, reals, span, finer)
+        n, numbers, reals = kept.form
+        packed = iter(kept.tensors[2 * n :])
+        pairs = zip(numbers, reals * 2, strict=False)
+        exponents = tuple(next(packed).to(torch.int16) + MIDDLE[real] if k is None else k for k, real in pairs)
+        return cls(kept.tensors[:n], kept.tensors[n : 2 * n], exponents[:n], exponents[n:], reals)
 
     def rebuilt_with(self, kept: Snapshot) -> FixedPoint:
-        if kept.form.kz:
+        if kept.form.n:
             return self.restore(kept)
-        return FixedPoint(self.z, kept.tensors, self.kz, kept.form.kv, self.reals, self.span, self.finer)
+        return FixedPoint(self.z, kept.tensors, self.kz, self.kv, self.reals)
 
     def deviation(
         self, truth: FixedPoint, end: FixedPoint, span: float, limits: tuple[float, float] = (0.0, 0.0)
     ) -> Deviation:
-        """0 where all bits agree, of z and of v, else infinite."""
+        """0 if all bits agree, of z and of v, else infinite."""
         mine, other = self.snapshot(), truth.snapshot()
         agree = mine.form == other.form
         if agree:
@@ -456,261 +475,143 @@ class FixedPoint(RewindableState):
 
 
 class FixedPointForm(NamedTuple):
-    """What a Grid is beside its tensors."""
+    """What a FixedPoint is beside its tensors."""
 
-    kz: tuple[int, ...]  # empty where z was not put away
-    kv: tuple[int, ...]
-    reals: tuple
-    span: float
-    spread: tuple[int, ...]  # leaves that have an s
+    n: int  # leaves; 0 if z is not among the tensors
+    exponents: tuple[int | None, ...]  # of z, then of v; None: a tensor
+    reals: tuple[torch.dtype, ...]
+
+
+class Factors:
+    """The factors of the moves of a FixedPoint, for each leaf."""
+
+    def __init__(self, state: FixedPoint):
+        kinds = list(zip(state.z, state.reals, strict=True))
+        self.point = [Factor(x, real, 1.0, -k) for (x, real), k in zip(kinds, state.kz, strict=True)]
+        self.slope = [Factor(x, real, 1.0, -k) for (x, real), k in zip(kinds, state.kv, strict=False)]
+        self.reflect = [Factor(x, real, 1.0, k + 1) for (x, real), k in zip(kinds, state.kv, strict=False)]
+        self.apart = [(x, real, kz - kv) for (x, real), kz, kv in zip(kinds, state.kz, state.kv, strict=False)]
+        self.drifts: tuple[float, list[Factor]] = -1.0, []
+
+    def of_drift(self, time: float) -> list[Factor]:
+        """e 2^(kz - kv) for each leaf; the last ones are kept."""
+        if self.drifts[0] != time:
+            factors = [Factor(x, real, time if real is torch.float64 else single(time), k) for x, real, k in self.apart]
+            self.drifts = time, factors
+        return self.drifts[1]
+
+
+def _largest(x: Sequence[Tensor]) -> list[float]:
+    """The largest element of each tensor, in one host read."""
+    return stacked([y.amax() if y.numel() else y.new_zeros(()) for y in x], torch.float32).tolist() if x else []
+
+
+def _excess(size: float, word: torch.dtype) -> int:
+    """Bits by which an integer is larger than it would be on a new grid; none for zero."""
+    if size == 0 or not math.isfinite(size):
+        return 0 if size == 0 else BITS[word]
+    return math.frexp(size)[1] - BITS[word]
+
+
+def signs_of(z: Tensor, v: Tensor, joint: Joint, grid: Tensor | None, spare: int) -> Tensor:
+    """The numbers of `Signs`."""
+    far = joint.far
+    real = far.dtype
+    if not far.numel():
+        return far.new_zeros(N_SIGNS)
+    of_z, of_v = (x.type(real).abs_().amax() for x in (z, v))
+    if grid is not None:
+        on_grid = Factor(far, real, 1.0, grid).times(far)
+        smallest, largest = torch.where(on_grid > 0, on_grid, math.inf).amin(), far.amax()
+        return torch.stack([of_z, of_v, largest, largest, largest, torch.zeros_like(largest), smallest])
+    near = joint.near
+    largest = near.amax()
+    slices = [near.amax([k for k in range(near.ndim) if k != d]) for d, n in enumerate(near.shape) if n > 1]
+    slices = [near] if near.ndim == 1 else slices or [largest[None]]
+    of_slices = torch.cat(slices) if len(slices) > 1 else slices[0]
+    smallest_slice = torch.where(of_slices > 0, of_slices, largest).amin()
+    lacks = (near < 2.0 ** -(spare + LACKING_SHARE) * largest).logical_and_(near > 0)
+    smallest = torch.where(near > 0, near, largest).amin()
+    return torch.stack([of_z, of_v, far.amax(), largest, smallest_slice, lacks.sum().to(real), smallest])
+
+
+def is_mixed(signs: Signs, spare: int, n: int) -> bool:
+    """Whether a leaf of n elements with one exponent mixes scales."""
+    return (
+        signs.near_slice < 2.0 ** -(spare + LACKING) * signs.near
+        or signs.n_lacking > SHARE * n
+        or signs.smallest < 2.0 ** -(spare + LACKING_ONE) * signs.near
+    )
+
+
+def signs_from(values: Sequence[float], n: int) -> list[Signs]:
+    """`Signs` of n leaves, from the values that were read."""
+    return [Signs(*values[N_SIGNS * i : N_SIGNS * (i + 1)]) for i in range(n)]
+
+
+def quantised(x: Sequence[Tensor], exponents: Sequence[Exponent], words: Sequence[torch.dtype]) -> Tensors:
+    """round(2^k x) of each leaf."""
+    leaves = zip(x, exponents, words, strict=True)
+    return tuple(Factor(leaf, leaf.dtype, 1.0, k).times(leaf).round_().to(word) for leaf, k, word in leaves)
+
+
+def exponents_of(x: Tensors, words: Sequence[torch.dtype]) -> tuple[int, ...]:
+    """One exponent for each leaf. One host read."""
+    widest = max((leaf.dtype for leaf in x), key=lambda dtype: dtype.itemsize)
+    sizes = magnitudes(stacked([end for leaf in x for end in extremes(leaf)], widest).tolist(), len(x))
+    if not all(map(math.isfinite, sizes)):
+        i = [*map(math.isfinite, sizes)].index(False)
+        raise NonFiniteError(f"Non-finite values in leaf {i} of y0 or of f(t, y).")
+    return tuple(_exponent_for(size, word, leaf.dtype) for size, word, leaf in zip(sizes, words, x, strict=True))
+
+
+def _exponent_for(size: float, word: torch.dtype, real: torch.dtype) -> int:
+    """The exponent with which a number of this size has BITS bits. Zeros get the finest one: any move shows."""
+    return min(FINEST[real], BITS[word] - math.frexp(size)[1]) if size else FINEST[real]
 
 
 @dataclass(frozen=True, eq=False)
 class FixedPointArithmetic:
-    """How a solve on integers begins."""
+    """How a solve on integers begins. wide: int64 for float32 leaves, too. time: for which v moves z before the numbers
+    are looked at again. kz, kv: exponents; empty: they are chosen for y0 and for f(t0, y0)."""
 
-    wide: bool
-    span: float
-    finer: Mapping[int, Exponents] = field(default_factory=dict)
+    time: float
+    wide: bool = False
+    kz: tuple[Exponent, ...] = ()
+    kv: tuple[Exponent, ...] = ()
 
     def of(self, z: Tensors) -> FixedPoint:
-        return FixedPoint.of(z, self.wide, self.span, self.finer)
+        words = [torch.int64 if self.wide else WORDS[x.dtype] for x in z]
+        kz = self.kz or exponents_of(z, words)
+        return FixedPoint(quantised(z, kz, words), (), kz, self.kv, tuple(x.dtype for x in z))
+
+    def suited(self, z: Tensors, first: FixedPoint) -> FixedPointArithmetic | None:
+        """An arithmetic with which to begin again, if the first state mixes scales or has leaves of zeros that move.
+
+        Of the floats: what is too small for the grid is zero on it. One host read.
+        """
+        joints = [Joint(x.abs(), y.abs(), self.time) for x, y in zip(z, first.given, strict=True)]
+        widest = max(first.reals, key=lambda dtype: dtype.itemsize)
+        parts = [signs_of(first.z[i], first.v[i], joint, None, first._spare(i)) for i, joint in enumerate(joints)]
+        signs = signs_from(torch.cat([part.to(widest) for part in parts]).tolist(), len(z))
+        mixed = first.mixed(signs)
+        blank = [i for i, found in enumerate(signs) if (found.z == 0 or found.v == 0) and found.far > 0]
+        if not mixed and not blank:
+            return None
+        kz, kv = list(first.kz), list(first.kv)
+        for i in {*mixed, *blank}:
+            word, real = first.z[i].dtype, first.reals[i]
+            if i in mixed:
+                y, finest = first.given[i], FINEST[real]
+                kz[i] = _exponents_of_elements(z[i], joints[i].far, word, finest)
+                kv[i] = _exponents_of_elements(y, joints[i].far / self.time, word, finest)
+                continue
+            kz[i] = kz[i] if signs[i].z else _exponent_for(signs[i].far, word, real)
+            kv[i] = kv[i] if signs[i].v else _exponent_for(signs[i].far / self.time, word, real)
+        return FixedPointArithmetic(self.time, self.wide, tuple(kz), tuple(kv))
 
 
-class Spread(NamedTuple):
-    """Exponents of elements, made or changed."""
-
-    leaves: tuple[int, ...]
-    fresh: tuple[int, ...]  # those that had one spacing before
-
-
-class Widening(NamedTuple):
-    """int64 in place of int32 for some leaves, which leaves room to grow within one step."""
-
-    leaves: tuple[int, ...]
-    bits: tuple[int, ...]  # by which each tensor of z and v is made finer
-
-
-# Bits by which each tensor of z and v is made coarser, or something else.
-Change: TypeAlias = "tuple[int, ...] | Spread | Widening"
-
-
-class Overflow(NamedTuple):
-    """What a grid did not suit, beside numbers that are too large."""
-
-    mixed: Collection[int] = ()  # leaves that mix scales
-    blank: Collection[int] = ()  # tensors of z and v that are zero when a step begins
-
-
-class Regridded(NamedTuple):
-    """A grid on which a step fits."""
-
-    grid: FixedPoint
-    undo: list[tuple[Change, Snapshot]]  # what was changed, in order, and what fell off
-
-
-class RangeVerdict(NamedTuple):
-    """How the numbers of the latest steps fit the range of the integers."""
-
-    overflow: Overflow | None = None  # why they do not: then none of them can be trusted
-    changes: Sequence[Change] = ()  # of the grid, for `rescaled`, before the next step
-
-
-IN_RANGE = RangeVerdict()
-
-
-class Peaks(Floats):
-    """Floats that remember how large each element became: z, and v or 2 u. For one step."""
-
-    __slots__ = ("time", "v", "z")
-
-    def __init__(self, point: Tensors, slope: Tensors):
-        super().__init__(point, slope)
-        self.time = 0.0  # for which v moved z
-        self.z, self.v = [x.abs() for x in point], [x.abs() for x in slope]
-
-    def fork(self) -> Peaks:
-        return self
-
-    def drift(self, e: float) -> Peaks:
-        super().drift(e)
-        self.time += abs(e)
-        self.z = [torch.maximum(x, y.abs()) for x, y in zip(self.z, self.point, strict=True)]
-        return self
-
-    @property
-    def sizes(self) -> list[tuple[Tensor, Tensor]]:
-        """Of z and v, for each leaf. A quarter of all that may have been added to z has to fit, too (Range)."""
-        return [(torch.maximum(z, self.time / 4 * v), v) for z, v in zip(self.z, self.v, strict=True)]
-
-    def reflect(self, u: Tensors, eta: float) -> Peaks:
-        self.v = [torch.maximum(x, 2 * y.abs()) for x, y in zip(self.v, u, strict=True)]
-        super().reflect(u, eta)
-        self.v = [torch.maximum(x, y.abs()) for x, y in zip(self.v, self.slope, strict=True)]
-        return self
-
-
-class Seen:
-    """What moves did to the range of the numbers: how long v moved z, and the extremes that reflects measured."""
-
-    def __init__(self):
-        self.time = 0.0
-        self.u: list[Tensor] = []  # low and high of 2 u, reflect after reflect, leaf after leaf
-        self.v: list[Tensor] = []  # low and high of the new v
-        self.last_u: Tensors = ()
-
-
-class Range:
-    """The range of the integers in one solve: are the steps since the last reading what they seem to be?
-
-    No number has wrapped round as long as v, 2 u and all that was added to z have stayed below the limit, where z began
-    below it. What was added is at most the largest v times the time for which it moved z.
-    """
-
-    def __init__(self, state: FixedPoint):
-        self.sizes = [*state.z_sizes, *state.v_sizes]  # at the last reading
-        self.furthest = [0.0] * len(state.z)  # by how many bits z's elements are finer than v's, at most, beside k
-        if state.finer:
-            self.measure(state)
-        self.steps: list[Seen] = []  # since the last reading
-        self.n_singly = 0  # steps to come that are read one by one
-        self.n_reflects = PERIOD  # since the last look at the mixture of scales: the first reading is one
-        self.is_regridded = False  # the grid was made for the step to come
-
-    def measure(self, state: FixedPoint) -> None:
-        """Read how large z and v are on a grid that has changed."""
-        real, n = max(state.reals, key=lambda real: real.itemsize), len(state.z)
-        ends = [end for x in (*state.z, *state.v) for end in extremes(x)]
-        apart = [s.apart.amax().to(real) for s in state.finer.values()]
-        values = torch.cat([stack_of(ends, real), *[x.reshape(1) for x in apart]]).tolist()
-        self.sizes, furthest = magnitudes(values[: 4 * n], 2 * n), dict(zip(state.finer, values[4 * n :], strict=True))
-        self.furthest = [furthest.get(i, 0.0) for i in range(n)]
-
-    def refresh(self, state: FixedPoint) -> None:
-        """v is on a new grid."""
-        self.sizes = [*self.sizes[: len(state.z)], *state.v_sizes]
-
-    def mark(self) -> tuple[list[float], list[float]]:
-        """The last reading, for `restore`."""
-        return self.sizes, self.furthest
-
-    def restore(self, mark: tuple[list[float], list[float]]) -> None:
-        """Forget the steps since the last reading."""
-        self.sizes, self.furthest = mark
-        self.steps, self.is_regridded = [], False
-
-    @property
-    def n_steps(self) -> int:
-        """Since the last reading."""
-        return len(self.steps)
-
-    @property
-    def is_due(self) -> bool:
-        return len(self.steps) >= PERIOD or self.n_singly > 0
-
-    def add(self, state: FixedPoint) -> None:
-        """A step that was taken, of which nothing is known yet."""
-        assert state.seen is not None
-        if self.steps:
-            self.steps[-1].last_u = ()
-        self.steps.append(state.seen)
-        self.n_reflects += len(state.seen.u) // (2 * len(state.z))
-
-    @property
-    def _looks_at_mixture(self) -> bool:
-        return self.n_reflects >= PERIOD or self.n_singly > 0
-
-    def signs(self, state: FixedPoint) -> Tensor:
-        """What has to be read to judge the steps that were added, the last of which led to `state`."""
-        real = max(state.reals, key=lambda real: real.itemsize)
-        u = [end for step in self.steps for end in step.u]
-        v = [end for step in self.steps for end in step.v]
-        parts = [stack_of(u, real), stack_of([*v, *[end for z in state.z for end in extremes(z)]], real)]
-        if self._looks_at_mixture:
-            parts += _signs_of_mixture(state, real)
-        return torch.cat(parts)
-
-    def judge(self, state: FixedPoint, values: list[float]) -> RangeVerdict:
-        met, left = self._met(state, values)
-        n, words = len(state.z), [x.dtype for x in (*state.z, *state.v)]
-        if not all(peak <= LIMIT[word] for peak, word in zip(map(max_or_nan, met, left), words, strict=True)):
-            return RangeVerdict(Overflow())  # nan, too: perhaps of numbers that wrapped round
-        began = zip(self.sizes, met, strict=True)
-        was_blank = not self.is_regridded and any(not size and added > 0 for size, added in began)
-        signs = values[len(values) - 3 * len(state.can_mix) :]
-        mixed = state.mixed(state.can_mix, signs) if self._looks_at_mixture else []
-        bits = self._bits(state, left, words)
-        coarser = [j % n for j, b in enumerate(bits) if b > 0]
-        if any(i in state.can_mix for i in coarser) and not self._looks_at_mixture:
-            real = max(state.reals, key=lambda real: real.itemsize)
-            mixed = state.mixed(state.can_mix, torch.cat(_signs_of_mixture(state, real)).tolist())
-        fresh = [] if self.is_regridded else [i for i in mixed if i not in state.finer]
-        if was_blank or fresh:
-            return RangeVerdict(Overflow(fresh))
-        spread = tuple(sorted({i for i in (*mixed, *coarser) if i in state.finer}))
-        bits = tuple(0 if j % n in state.finer else b for j, b in enumerate(bits))
-        changes: list[Change] = [bits] if any(bits) else []
-        changes += [Spread(spread, ())] if spread else []
-        return RangeVerdict(None, changes) if changes else IN_RANGE
-
-    def _bits(self, state: FixedPoint, left: Sequence[float], words: Sequence[torch.dtype]) -> list[int]:
-        """By how many bits each tensor should be coarser (finer: negative) for the next steps."""
-        bits = []
-        for size, word, k, real in zip(left, words, (*state.kz, *state.kv), state.reals * 2, strict=True):
-            b = max(excess_of(size, word) if size else 0, k - FINEST[real])
-            bits.append(b if b > 1 or b < -FINER else 0)
-        return bits
-
-    def _met(self, state: FixedPoint, values: list[float]) -> tuple[list[float], list[float]]:
-        """At most this was added to z, and the largest of 2 u and v; and the sizes of z and v in the end."""
-        n, n_ends = len(state.z), sum([len(step.u) for step in self.steps])
-        u, v, z = values[:n_ends], values[n_ends : 2 * n_ends], values[2 * n_ends : 2 * n_ends + 2 * n]
-        v_most = list(map(max_or_nan, self.sizes[n:], magnitudes(v, n)))
-        met_v = list(map(max_or_nan, v_most, magnitudes(u, n)))
-        time = sum([step.time for step in self.steps])
-        met_z = [
-            ldexp(time * size, kz - kv + int(s))
-            for size, kz, kv, s in zip(v_most, state.kz, state.kv, self.furthest, strict=True)
-        ]
-        self.left = [*magnitudes(z, n), *magnitudes(v[-2 * n :], n)]
-        return [*met_z, *met_v], self.left
-
-    def accept(self, state: FixedPoint, has_changed: bool) -> None:
-        """The steps that were judged count; they led to `state`, perhaps on another grid."""
-        self.sizes = self.left
-        if has_changed:
-            self.measure(state)
-        self.n_reflects = 0 if self._looks_at_mixture else self.n_reflects
-        self.n_singly = max(0, self.n_singly - len(self.steps))
-        self.steps, self.is_regridded = [], False
-
-    def regridded_for(
-        self, state: FixedPoint, overflow: Overflow | None, margin: int, step: Callable[[State], Any]
-    ) -> Regridded | None:
-        """A state on a grid on which a step fits, for its repetition; None: there is none. Calls `step` once."""
-        regridded = self._regridded(state, overflow.mixed if overflow else (), margin, step)
-        if regridded is not None:
-            self.measure(regridded.grid)
-            self.is_regridded = True
-        return regridded
-
-    def holds(self, state: FixedPoint, step: Callable[[State], Any]) -> bool:
-        """Whether a step fits the grid as it is. Calls `step` once."""
-        regridded = self._regridded(state, (), 0, step)
-        return regridded is not None and not regridded.undo
-
-    def _regridded(
-        self, state: FixedPoint, mixed: Collection[int], margin: int, step: Callable[[State], Any]
-    ) -> Regridded | None:
-        peaks = Peaks(state.point, state.slope)
-        step(peaks)
-        blank = [j for j, size in enumerate(self.sizes) if not size]
-        return state.regridded(peaks, Overflow(mixed, blank), margin)
-
-    def go_singly(self) -> None:
-        """From here on the range is read after every step, for a while."""
-        self.n_singly = PERIOD
-
-
-def _signs_of_mixture(state: FixedPoint, real: torch.dtype) -> list[Tensor]:
-    return [state.signs_of_mixture(i, state.sizes(i)).to(real) for i in state.can_mix]
+def _exponents_of_elements(x: Tensor, joint: Tensor, word: torch.dtype, finest: int) -> Tensor:
+    """By the elements themselves; zeros by what they will be."""
+    sizes = torch.where(x == 0, joint, x)
+    return (BITS[word] - exponent(sizes)).clamp(max=finest).to(torch.int16)

@@ -841,7 +841,7 @@ def test_what_is_killed_goes_on_where_it_was(tmp_path, simulated):
     hopper.simulate(1000, length=5, processes=1, folder=Path(sys.argv[1]), tell=tell)
     """
     command = [sys.executable, "-c", textwrap.dedent(script), str(tmp_path)]
-    killed = subprocess.run(command, cwd=Path(__file__).parent.parent, capture_output=True, text=True)
+    killed = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     (place,) = tmp_path.iterdir()
     assert sorted(path.name for path in place.iterdir()) == ["000000.npy", "000250.npy"]

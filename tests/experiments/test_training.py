@@ -31,7 +31,7 @@ from experiments.catalogue import EXPERIMENTS
 from experiments.record import Record
 from experiments.runner import BadOption, Config, Experiment, Options, Run, run_all, tasks_of
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 INTERRUPTED = 130
 SMALL = {"epochs": 5, "n_train": 192, "batch": 32, "h": 0.25}  # of digits' smoke preset
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-CORE = Path(__file__).parent.parent / "torchmali"
+CORE = Path(__file__).parents[2] / "torchmali"
 ROOMS = [  # a room may import those named before it
     "state",
     "solution",

@@ -36,7 +36,7 @@ from torchmali.nn import (
     natural_cubic_coeffs,
 )
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 FEW = ("aca", "mali")
 Y0 = torch.linspace(0.5, 1.5, 4, dtype=torch.float64)
 OTHER = itertools.cycle((1.0, 2.0, 4.0))  # never the same twice in a row, nor with one between

@@ -180,7 +180,7 @@ def test_another_process_that_never_saw_x_finds_it_from_the_code(tmp_path):
     model, x = flow(gradient=tm.MALI(exact=True), jacobian=True), points(16, 3, torch.float32)
     source, target = tmp_path / "code", tmp_path / "x"
     source.write_bytes(pickle.dumps((model, model(x, return_code=True).code)))
-    script = Path(__file__).with_name("flow.py")
+    script = Path(__file__).parents[1] / "flow.py"
     subprocess.run([sys.executable, str(script), str(source), str(target)], check=True)
     assert torch.equal(pickle.loads(target.read_bytes()), Grid.of((x,)).point[0])
 

@@ -136,7 +136,7 @@ def test_another_process_that_never_saw_the_start_rebuilds_it(tmp_path):
     assert any(case.stats.n_refreshes and case.stats.n_rescales for case in cases)
     source, target = tmp_path / "ends", tmp_path / "starts"
     source.write_bytes(pickle.dumps([(case.name, case.code) for case in cases]))
-    script = Path(__file__).with_name("exact_rebuild.py")
+    script = Path(__file__).parents[1] / "exact_rebuild.py"
     subprocess.run([sys.executable, str(script), str(source), str(target)], check=True)
     found = pickle.loads(target.read_bytes())
     for rebuilt, case in zip(found, cases, strict=True):

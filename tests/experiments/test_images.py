@@ -31,7 +31,7 @@ from experiments.models.ode_resnet import RESNET, How, Normalise
 from experiments.quirks import UnguardedLastStep, overshot
 from experiments.record import Record
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 MALI = How(tm.ALF(), tm.FixedStep(0.25), tm.MALI())
 
 

@@ -23,7 +23,7 @@ def test_two_processes_give_the_gradient_of_one_on_the_joint_batch():
 
 def test_the_torchrun_example_trains_on_two_processes():
     run = "-m torch.distributed.run --standalone --nproc-per-node 2 -m examples.distributed --epochs 2"
-    root = Path(__file__).parent.parent
+    root = Path(__file__).parents[2]
     done = subprocess.run([sys.executable, *run.split()], cwd=root, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "processes: 2, all with the same weights" in done.stdout

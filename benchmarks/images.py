@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks.harness import finish, options_of, paired_ratio, time_side_by_side
+from experiments.engine.measure import evaluations
 from experiments.images import DIGITS, ImagesConfig, as_published, batches, how, network
-from experiments.training import evaluations
 
 MATCHED = {"rtol": 1e-1, "atol": 1e-2}
 CONFIGS: dict[str, dict[str, Any]] = {

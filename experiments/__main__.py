@@ -13,7 +13,8 @@ from rich.table import Table
 from experiments import flows
 from experiments import report as report_
 from experiments.catalogue import EXPERIMENTS
-from experiments.runner import BadOption, Experiment, Options, parsed, run_all, tasks_of
+from experiments.engine.queue import Options, run_all
+from experiments.engine.task import BadOption, Experiment, parsed, tasks_of
 from experiments.views.flows import beside, sheet
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__, pretty_exceptions_enable=False)

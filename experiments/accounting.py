@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 import torchmali as tm
+from experiments.engine.task import Config, Run
 from experiments.fields import FIELDS
 from experiments.memory import fitted
-from experiments.runner import Config, Run
 from experiments.toy import depth
 from torchmali.measure import LiveBytes
 

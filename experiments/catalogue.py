@@ -18,7 +18,7 @@ from experiments import (
     toy,
     ways,
 )
-from experiments.runner import Experiment
+from experiments.engine.task import Experiment
 
 EXPERIMENTS = {
     experiment.name: experiment

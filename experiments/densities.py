@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 import torchmali as tm
-from experiments.batches import InMemory
+from experiments.engine.batches import InMemory
+from experiments.engine.task import BadOption, Config, Run
 from experiments.flows import packed
 from experiments.models.ffjord import Field
-from experiments.runner import BadOption, Config, Run
 from torchmali.nn import CNF, ExactTrace
 
 LIMIT = 4.0  # of what is shown, in both directions
@@ -90,7 +90,7 @@ def flow(config: DensitiesConfig) -> CNF:
 
 def main(config: DensitiesConfig, run: Run) -> dict[str, Any]:
     from experiments.density import Plane  # takes seconds: not for a list of experiments
-    from experiments.training import train
+    from experiments.engine.trainer import train
 
     if config.data not in DATA:
         raise BadOption(f"There is no data {config.data!r}; there are {', '.join(DATA)}.")

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import torchmali as tm
+from experiments.engine.trainer import Noting, log_solves
 from experiments.models.ffjord import FFJORD, bits_per_dim, log_prob
-from experiments.training import Noting, log_solves
 from torchmali.nn import CNF, ExactTrace, Hutchinson
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import torchmali as tm
-from experiments.runner import Config, Run
+from experiments.engine.task import Config, Run
 from experiments.stability import Problem, forward, mlp, relative, significant, van_der_pol, walk_back
 from torchmali.controllers import Pace, Start, StepController
 from torchmali.solvers.base import Attempt

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 import torchmali as tm
+from experiments.engine.task import Config, Run
 from experiments.images import METHODS, NORMALISE, one_step
 from experiments.models.ode_resnet import RESNET, How, Normalise, resnet18
-from experiments.runner import Config, Run
 
 LIMIT = 11e9  # bytes of the paper's GPUs
 PER_GPU = 64  # images of a batch of 256 on four

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from experiments.engine.trainer import Noting, log_solves
 from experiments.models.latent_ode import LatentODE, Loss, errors, log_likelihood
-from experiments.training import Noting, log_solves
 
 
 class Filling(Noting):

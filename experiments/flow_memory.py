@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from experiments.engine.task import Config, Run
 from experiments.flows import PRESETS as FLOWS
 from experiments.flows import network, peak_bytes, weight
-from experiments.runner import Config, Run
 from torchmali.nn import Hutchinson
 
 LIMIT = 8e9  # bytes

@@ -16,12 +16,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import torchmali as tm
-from experiments.batches import Parts
 from experiments.data import cifar, data_dir, digits, folder, mnist
 from experiments.data.source import DataError
+from experiments.engine.batches import Parts
+from experiments.engine.task import BadOption, Config, Run, Task
 from experiments.images import as_published
 from experiments.models.ffjord import FFJORD, Logit, bits_per_dim
-from experiments.runner import BadOption, Config, Run, Task
 from torchmali.nn import CNF, Hutchinson, gaussian
 
 if TYPE_CHECKING:
@@ -244,7 +244,7 @@ class Drawn:
 
 def main(config: FlowsConfig, run: Run) -> dict[str, Any]:
     from experiments.density import Density  # takes seconds: not for a list of experiments
-    from experiments.training import Devices, train
+    from experiments.engine.trainer import Devices, train
 
     pixels = load(config, run.data_dir)
     if config.batch > len(pixels.train):
@@ -376,7 +376,7 @@ def unpacked(text: str, shape: Sequence[int]) -> Tensor:
 
 def peak_bytes(module: Density, pixels: Tensor) -> int:
     """Of live tensors in one training step."""
-    from experiments.training import live_peak
+    from experiments.engine.measure import live_peak
 
     module.zero_grad(set_to_none=True)
     torch.manual_seed(0)

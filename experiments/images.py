@@ -18,16 +18,16 @@ from torch.nn import functional as F
 
 import torchmali as tm
 from experiments.augment import crop_and_flip
-from experiments.batches import Parts, even_shares
 from experiments.data import cifar, data_dir, digits, folder, mnist
 from experiments.data.source import DataError, Images
+from experiments.engine.batches import Parts, even_shares
+from experiments.engine.task import BadOption, Config, Run
 from experiments.models import ode_resnet
 from experiments.models.ode_resnet import RESNET, How, Network, Normalise
-from experiments.runner import BadOption, Config, Run
 from torchmali.measure import LiveBytes
 
 if TYPE_CHECKING:
-    from experiments.training import Trained
+    from experiments.engine.trainer import Trained
 
 SPLIT = 0  # seed of the split; not the config's: every run is tested with the same images
 
@@ -376,7 +376,7 @@ def network(config: ImagesConfig, n_classes: int) -> Network:
 
 
 def trained(config: ImagesConfig, run: Run) -> tuple[Trained, Augmented | FolderBatches]:
-    from experiments.training import Classifier, Devices, train  # takes seconds: not for a list of experiments
+    from experiments.engine.trainer import Classifier, Devices, train
 
     if config.norm == "sync" and not torch.cuda.is_available():
         raise BadOption("SyncBatchNorm is for GPUs; without, --set norm=group does not depend on the processes either.")

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 import torchmali as tm
 from experiments import ways
-from experiments.batches import Parts
 from experiments.data import data_dir, hopper
 from experiments.data.source import DataError
+from experiments.engine.batches import Parts
+from experiments.engine.record import RUNS
+from experiments.engine.task import Config, Run
 from experiments.models.latent_ode import LatentODE
 from experiments.models.recurrent import Recurrent
-from experiments.record import RUNS
-from experiments.runner import Config, Run
 from torchmali.nn import ODEBlock
 
 WINDOWS = 1991  # seed of the published windows
@@ -126,8 +126,9 @@ class Gappy:
 
 
 def main(config: LatentConfig, run: Run) -> dict[str, Any]:
+    from experiments.engine.measure import live_peak
+    from experiments.engine.trainer import train
     from experiments.filling import Filling  # takes seconds: not for a list of experiments
-    from experiments.training import live_peak, train
 
     found, source = trajectories(config, run)
     train_set, test_set = hopper.train_test(found)
@@ -193,7 +194,7 @@ def one_step(module: Any, batch: tuple[Tensor, ...]) -> None:
 
 def peaks(config: LatentConfig, module: Any) -> dict[str, int]:
     """Of the generative solve alone: the encoder is the same for all methods, and needs more."""
-    from experiments.training import by_h
+    from experiments.engine.measure import by_h
 
     if config.method in NETWORKS:
         return {}

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 import torchmali as tm
+from experiments.engine.task import Config, Run
 from experiments.fields import FIELDS
-from experiments.runner import Config, Run
 from torchmali.measure import LiveBytes
 
 METHODS: dict[str, tm.GradientMethod] = {  # the adjoint's seminorm changes its steps, not its memory

@@ -14,11 +14,11 @@ from torch.nn import functional as F
 
 import torchmali as tm
 from experiments import ways
-from experiments.batches import InMemory
 from experiments.data import data_dir, digits, speech, vowels
 from experiments.data.source import DataError
+from experiments.engine.batches import InMemory
+from experiments.engine.task import BadOption, Config, Run
 from experiments.models.neural_cde import CDEClassifier
-from experiments.runner import BadOption, Config, Run
 from torchmali.nn import CubicControl, LinearControl, NeuralCDE
 
 SPLIT = 0
@@ -173,7 +173,8 @@ def _taken(part: Series, n: int | None, name: str) -> Series:
 
 
 def main(config: PathsConfig, run: Run) -> dict[str, Any]:
-    from experiments.training import Classifier, by_h, live_peak, train  # takes seconds: not for a list of experiments
+    from experiments.engine.measure import by_h, live_peak
+    from experiments.engine.trainer import Classifier, train
 
     sets = load(config, run)
     if config.batch > len(sets.train.labels):

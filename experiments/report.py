@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from experiments.catalogue import EXPERIMENTS
-from experiments.record import RECORDS, ROOT, Record
-from experiments.runner import as_json
+from experiments.engine.record import RECORDS, ROOT, Record
+from experiments.engine.task import as_json
 from experiments.show import VERDICTS, Claim, Found, Picture, Shown, Table
 from experiments.views import accounting, feasibility, flows, images, memory, series, solvers, theory, toy
 

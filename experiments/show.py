@@ -19,7 +19,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
-from experiments.record import Record
+from experiments.engine.record import Record
 
 COLORS = {
     "naive": "#c0504d", "adjoint": "#7f7f7f", "seminorm": "#a0a0a0", "ACA": "#d98c21", "MALI": "#1f5fa8",

@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import torchmali as tm
+from experiments.engine.task import BadOption, Run
 from experiments.images import Augmented, ImagesConfig, one_step, pixels, summary, trained
 from experiments.models.ode_resnet import RESNET, How, Network
 from experiments.quirks import UnguardedLastStep, overshot
-from experiments.runner import BadOption, Run
 
 METHODS = ("mali", "adjoint", "resnet")
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import torchmali as tm
-from experiments.runner import Config, Run
+from experiments.engine.task import Config, Run
 from torchmali.controllers import StepController
 from torchmali.integrate import integrate
 from torchmali.solvers.base import Slope

@@ -19,7 +19,7 @@ import torchdiffeq
 from torch import Tensor
 
 import torchmali as tm
-from experiments.runner import Config, Run
+from experiments.engine.task import Config, Run
 from torchmali.integrate import integrate
 from torchmali.state import Structure
 from torchmali.tape import Refresh, Step

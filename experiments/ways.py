@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple, Protocol
 
 import torchmali as tm
-from experiments.runner import BadOption
+from experiments.engine.task import BadOption
 
 ADAPTIVE = ("adjoint", "seminorm")
 METHODS = ("naive", *ADAPTIVE, "aca", "mali", "alf4", "exact")

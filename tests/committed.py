@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from experiments.record import Record
+from experiments.engine.record import Record
 from experiments.show import Claim, Found, Table
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -7,8 +7,8 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from experiments.engine.record import Record
 from experiments.memory import METHODS
-from experiments.record import Record
 from experiments.show import COLORS, Cell, Claim, Picture, Table, bare, log_scale, short
 
 SEARCH = "naive through the search"

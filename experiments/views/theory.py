@@ -9,7 +9,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from experiments import draw_theory
-from experiments.record import Record
+from experiments.engine.record import Record
 from experiments.show import Cell, Claim, Picture, Table, short
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from matplotlib.figure import Figure
 
-from experiments.record import Record
+from experiments.engine.record import Record
 from experiments.show import COLORS, Cell, Claim, Picture, Table, bare, log_scale, short
 from experiments.toy import PANELS, analytic
 

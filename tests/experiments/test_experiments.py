@@ -19,9 +19,12 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from experiments import __main__, report, runner
+from experiments import __main__, report
 from experiments.catalogue import EXPERIMENTS
-from experiments.record import DamagedRecord, Record
+from experiments.engine import task as tasks
+from experiments.engine.queue import Options, perform, run_all
+from experiments.engine.record import DamagedRecord, Record
+from experiments.engine.task import BadOption, Config, Experiment, Run, Task, parsed, tasks_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -54,7 +57,7 @@ def test_a_record_is_written_in_one_piece_and_a_changed_one_is_not_believed(tmp_
 
 
 @dataclass(frozen=True)
-class Counting(runner.Config):
+class Counting(Config):
     n: int = 3
     scale: float = 1.0
     names: tuple[str, ...] = ("a",)
@@ -66,7 +69,7 @@ class Counting(runner.Config):
 computed: list[str] = []
 
 
-def count(config: Counting, run: runner.Run) -> dict[str, Any]:
+def count(config: Counting, run: Run) -> dict[str, Any]:
     def piece(name: str) -> float:
         computed.append(name)
         return config.scale * len(computed)
@@ -75,18 +78,18 @@ def count(config: Counting, run: runner.Run) -> dict[str, Any]:
     return {"values": values, "draw": int(run.generator("draw").initial_seed())}
 
 
-COUNTING = runner.Experiment(
+COUNTING = Experiment(
     "counting", "counts", "nothing", {"cpu": Counting()}, count, {"cpu": "0 s"}, methods=("one", "two")
 )
 
 
 @pytest.fixture
 def counting(tmp_path, monkeypatch):
-    monkeypatch.setattr(runner, "RECORDS", tmp_path / "records")
-    monkeypatch.setattr(runner, "RUNS", tmp_path / "runs")
+    monkeypatch.setattr(tasks, "RECORDS", tmp_path / "records")
+    monkeypatch.setattr(tasks, "RUNS", tmp_path / "runs")
     computed.clear()
-    return lambda changes=None, **options: runner.perform(
-        runner.Task(COUNTING, "cpu", changes or {}), runner.Options(**options), lambda done, text: None
+    return lambda changes=None, **options: perform(
+        Task(COUNTING, "cpu", changes or {}), Options(**options), lambda done, text: None
     )
 
 
@@ -99,7 +102,7 @@ def test_a_finished_run_is_skipped_unless_forced(counting):
 
 def test_finished_pieces_are_not_computed_again_but_broken_ones_and_those_of_other_code_are(counting, monkeypatch):
     counting()
-    task = runner.Task(COUNTING, "cpu", {})
+    task = Task(COUNTING, "cpu", {})
     pieces = task.folder / "pieces.jsonl"
     lines = pieces.read_text().splitlines(keepends=True)
     task.path.unlink()
@@ -107,14 +110,14 @@ def test_finished_pieces_are_not_computed_again_but_broken_ones_and_those_of_oth
     counting()
     assert computed[3:] == ["piece 1", "piece 2"]
     task.path.unlink()
-    monkeypatch.setattr(runner, "code_hash", lambda main: "another")
+    monkeypatch.setattr(tasks, "code_hash", lambda main: "another")
     counting()
     assert computed[5:] == ["piece 0", "piece 1", "piece 2"]
 
 
 def test_a_damaged_record_is_set_aside_and_made_again(counting):
     counting()
-    task = runner.Task(COUNTING, "cpu", {})
+    task = Task(COUNTING, "cpu", {})
     task.path.write_text("{}")
     said = counting()
     assert "is no record" in said and "Set aside as cpu.json.damaged" in said
@@ -123,7 +126,7 @@ def test_a_damaged_record_is_set_aside_and_made_again(counting):
 
 def test_fields_are_set_with_their_types_and_what_is_wrong_is_told():
     given = ["n=5", "scale=1e-3", "names=x,y", "flag=true", "maybe=none"]
-    changes = runner.parsed(COUNTING, "cpu", given)
+    changes = parsed(COUNTING, "cpu", given)
     assert changes == {"n": 5, "scale": 1e-3, "names": ("x", "y"), "flag": True, "maybe": None}
     for bad, match in [
         ("n=x", "n is a"),
@@ -131,20 +134,20 @@ def test_fields_are_set_with_their_types_and_what_is_wrong_is_told():
         ("n", "field=value"),
         ("flag=3", "flag"),
     ]:
-        with pytest.raises(runner.BadOption, match=match):
-            runner.parsed(COUNTING, "cpu", [bad])
-    with pytest.raises(runner.BadOption, match="no method 'three'; it has one, two"):
-        runner.tasks_of(COUNTING, "cpu", ["three"], [], {})
-    with pytest.raises(runner.BadOption, match="no preset 'gpu'; it has cpu"):
-        runner.parsed(COUNTING, "gpu", [])
+        with pytest.raises(BadOption, match=match):
+            parsed(COUNTING, "cpu", [bad])
+    with pytest.raises(BadOption, match="no method 'three'; it has one, two"):
+        tasks_of(COUNTING, "cpu", ["three"], [], {})
+    with pytest.raises(BadOption, match="no preset 'gpu'; it has cpu"):
+        parsed(COUNTING, "gpu", [])
 
 
 def test_methods_and_seeds_make_a_run_each():
-    tasks = runner.tasks_of(COUNTING, "cpu", [], [0, 1], {"n": 2})
+    tasks = tasks_of(COUNTING, "cpu", [], [0, 1], {"n": 2})
     assert [task.name for task in tasks] == ["cpu-one-n=2", "cpu-two-n=2", "cpu-one-n=2-seed1", "cpu-two-n=2-seed1"]
     assert tasks[3].command == "python -m experiments run counting --preset cpu --method two --set n=2 --seed 1"
     same = dataclasses.asdict(COUNTING.presets["cpu"])["n"]
-    assert [task.name for task in runner.tasks_of(COUNTING, "cpu", ["one"], [0], {"n": same})] == ["cpu-one"]
+    assert [task.name for task in tasks_of(COUNTING, "cpu", ["one"], [0], {"n": same})] == ["cpu-one"]
 
 
 def test_a_record_from_before_a_field_was_added_still_counts(counting, monkeypatch):
@@ -162,20 +165,20 @@ def test_a_record_from_before_a_field_was_added_still_counts(counting, monkeypat
 
 def test_the_command_of_a_run_asks_for_that_run():
     changes = {"names": ("x", "y"), "scale": 1e-3, "flag": True, "maybe": None}
-    command = runner.Task(COUNTING, "cpu", changes).command
+    command = Task(COUNTING, "cpu", changes).command
     given = [word for word in command.split() if "=" in word]
-    assert runner.parsed(COUNTING, "cpu", given) == changes
+    assert parsed(COUNTING, "cpu", given) == changes
 
 
 def test_a_failing_run_does_not_stop_the_others(counting):
-    def main(config: Counting, run: runner.Run) -> dict[str, Any]:
+    def main(config: Counting, run: Run) -> dict[str, Any]:
         if config.method == "one":
             raise RuntimeError("on purpose")
         return count(config, run)
 
-    experiment = runner.Experiment("f", "", "", {"cpu": Counting()}, main, {}, methods=("one", "two"))
+    experiment = Experiment("f", "", "", {"cpu": Counting()}, main, {}, methods=("one", "two"))
     console = Console(record=True, width=200)
-    assert not runner.run_all(runner.tasks_of(experiment, "cpu", [], [], {}), runner.Options(), 1, console)
+    assert not run_all(tasks_of(experiment, "cpu", [], [], {}), Options(), 1, console)
     text = console.export_text()
     assert "on purpose" in text and "f cpu-two: done" in text
 
@@ -210,10 +213,10 @@ def test_what_is_not_there_is_told(words, said, monkeypatch, capsys):
     "name", ["toy", "memory", "accounting", "feasibility"]
 )  # the others: above, test_theory.py, test_images.py
 def test_smoke_presets_run(name, tmp_path, monkeypatch):
-    monkeypatch.setattr(runner, "RECORDS", tmp_path / "records")
-    monkeypatch.setattr(runner, "RUNS", tmp_path / "runs")
-    task = runner.Task(EXPERIMENTS[name], "smoke", {})
-    runner.perform(task, runner.Options(), lambda done, text: None)
+    monkeypatch.setattr(tasks, "RECORDS", tmp_path / "records")
+    monkeypatch.setattr(tasks, "RUNS", tmp_path / "runs")
+    task = Task(EXPERIMENTS[name], "smoke", {})
+    perform(task, Options(), lambda done, text: None)
     assert Record.read(task.path).finished
 
 

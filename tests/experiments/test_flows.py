@@ -13,14 +13,17 @@ import pytest
 import torch
 
 import torchmali as tm
-from experiments import densities, flows, runner
+from experiments import densities, flows
 from experiments.catalogue import EXPERIMENTS
 from experiments.data.source import DataError
 from experiments.density import Density
+from experiments.engine import task as tasks
+from experiments.engine.queue import Options, perform
+from experiments.engine.record import Record
+from experiments.engine.task import BadOption, Run, Task
 from experiments.images import as_published
 from experiments.models import ffjord
 from experiments.models.ffjord import FFJORD, Logit, bits_per_dim, log_prob
-from experiments.record import Record
 from experiments.show import Found
 from experiments.views import flows as view
 from torchmali.nn import CNF, ExactTrace, Hutchinson, gaussian, rademacher
@@ -184,20 +187,20 @@ def test_images_are_packed_and_unpacked():
 )
 def test_what_does_not_fit_is_told(changes, match, tmp_path, monkeypatch):
     run = run_of(changes, tmp_path, monkeypatch)
-    with pytest.raises((runner.BadOption, DataError), match=match):
+    with pytest.raises((BadOption, DataError), match=match):
         run.task.experiment.main(run.task.config, run)
 
 
-def run_of(changes: dict[str, Any], tmp_path: Path, monkeypatch, name: str = "flows") -> runner.Run:
-    monkeypatch.setattr(runner, "RECORDS", tmp_path / "records")
-    monkeypatch.setattr(runner, "RUNS", tmp_path / "runs")
-    return runner.Run(runner.Task(EXPERIMENTS[name], "smoke", changes))
+def run_of(changes: dict[str, Any], tmp_path: Path, monkeypatch, name: str = "flows") -> Run:
+    monkeypatch.setattr(tasks, "RECORDS", tmp_path / "records")
+    monkeypatch.setattr(tasks, "RUNS", tmp_path / "runs")
+    return Run(Task(EXPERIMENTS[name], "smoke", changes))
 
 
 def test_a_flow_is_trained_inverted_and_the_same_under_another_solver(tmp_path, monkeypatch):
     changes = {"method": "mali", "batches": 20, "lr": 0.03, "warmup": 1}
     run = run_of(changes, tmp_path, monkeypatch)
-    runner.perform(run.task, runner.Options(), lambda done, text: None)
+    perform(run.task, Options(), lambda done, text: None)
     found = Record.read(run.task.path).results
     assert found["test_bits"] < 4.2  # untrained: 5.2
     assert found["round_trip"] < 1e-3 and found["round_trip_fine"] < 1e-6
@@ -212,7 +215,7 @@ def test_a_flow_is_trained_inverted_and_the_same_under_another_solver(tmp_path, 
 
 
 def test_without_weights_there_are_no_samples(tmp_path, monkeypatch):
-    with pytest.raises(runner.BadOption, match="no weights of this run: python -m experiments run flows"):
+    with pytest.raises(BadOption, match="no weights of this run: python -m experiments run flows"):
         flows.sampled(run_of({}, tmp_path, monkeypatch).task, 4, 0, 1.0)
 
 
@@ -266,7 +269,7 @@ def test_points_are_packed_to_a_ten_thousandth():
 @pytest.mark.parametrize("name", ["densities", "flow_memory"])
 def test_other_smoke_presets_run_and_are_shown(name, tmp_path, monkeypatch):
     run = run_of({}, tmp_path, monkeypatch, name)
-    runner.perform(run.task, runner.Options(), lambda done, text: None)
+    perform(run.task, Options(), lambda done, text: None)
     found = [Found(Record.read(run.task.path), "a record")]
     tables, pictures, claims = view.plane(found) if name == "densities" else view.memory(found)
     assert tables[0].rows and claims

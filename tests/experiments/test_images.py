@@ -21,15 +21,18 @@ import torch
 from torch import nn
 
 import torchmali as tm
-from experiments import images, runner, solvers
+from experiments import images, solvers
 from experiments.augment import crop_and_flip
-from experiments.batches import even_shares
 from experiments.catalogue import EXPERIMENTS
 from experiments.data import DataError, cifar
+from experiments.engine import task as tasks
+from experiments.engine.batches import even_shares
+from experiments.engine.queue import Options, perform
+from experiments.engine.record import Record
+from experiments.engine.task import BadOption, Run, Task
 from experiments.models import ode_resnet
 from experiments.models.ode_resnet import RESNET, How, Normalise
 from experiments.quirks import UnguardedLastStep, overshot
-from experiments.record import Record
 
 ROOT = Path(__file__).parents[2]
 MALI = How(tm.ALF(), tm.FixedStep(0.25), tm.MALI())
@@ -159,14 +162,14 @@ def test_what_an_epoch_is_chosen_by_is_not_the_test_unless_nothing_else_is_there
     ],
 )
 def test_what_does_not_fit_is_told_before_anything_is_trained(changes, match, tmp_path, monkeypatch):
-    monkeypatch.setattr(runner, "RUNS", tmp_path)
-    task = runner.Task(EXPERIMENTS["digits"], "smoke", changes)
-    with pytest.raises(runner.BadOption, match=match):
-        task.experiment.main(task.config, runner.Run(task))
+    monkeypatch.setattr(tasks, "RUNS", tmp_path)
+    task = Task(EXPERIMENTS["digits"], "smoke", changes)
+    with pytest.raises(BadOption, match=match):
+        task.experiment.main(task.config, Run(task))
 
 
 def test_a_batch_that_cannot_be_shared_is_told():
-    with pytest.raises(runner.BadOption, match="batch = 63, devices = 2.*must divide the batch"):
+    with pytest.raises(BadOption, match="batch = 63, devices = 2.*must divide the batch"):
         images.batches(images.ImagesConfig(batch=63, devices=2), None)
 
 
@@ -195,7 +198,7 @@ def test_synchronised_norms_get_methods_that_evaluate_f_equally_often(method):
 
 @pytest.mark.parametrize("changes", [{"method": "exact", "h": 0.25}, {"method": "mali"}])
 def test_synchronised_norms_refuse_the_others(changes):
-    with pytest.raises(runner.BadOption, match="as many evaluations of f in every process"):
+    with pytest.raises(BadOption, match="as many evaluations of f in every process"):
         images.how(images.ImagesConfig(norm="sync", **changes))
 
 
@@ -306,10 +309,10 @@ def pictures(tmp_path_factory) -> Path:
 
 
 def performed(name: str, preset: str, changes: dict, out: Path, monkeypatch, data: Path | None = None) -> Record:
-    monkeypatch.setattr(runner, "RECORDS", out / "records")
-    monkeypatch.setattr(runner, "RUNS", out / "runs")
-    task = runner.Task(EXPERIMENTS[name], preset, changes)
-    runner.perform(task, runner.Options(data_dir=data), lambda done, text: None)
+    monkeypatch.setattr(tasks, "RECORDS", out / "records")
+    monkeypatch.setattr(tasks, "RUNS", out / "runs")
+    task = Task(EXPERIMENTS[name], preset, changes)
+    perform(task, Options(data_dir=data), lambda done, text: None)
     return Record.read(task.path)
 
 
@@ -384,8 +387,8 @@ def record_in(out: Path) -> Record:
 @pytest.mark.slow
 def test_two_processes_train_as_one_and_can_be_killed(tmp_path, monkeypatch):
     """With GroupNorm, that is; BatchNorm sees half a batch, and the loss is another."""
-    monkeypatch.setattr(runner, "RECORDS", None)  # put back in the end
-    monkeypatch.setattr(runner, "RUNS", None)
+    monkeypatch.setattr(tasks, "RECORDS", None)  # put back in the end
+    monkeypatch.setattr(tasks, "RUNS", None)
     changes = {"norm": "group", "epochs": 3, "h": 0.5, "pad": 1}
     alone, together = tmp_path / "alone", tmp_path / "together"
     process = start_torchrun(together, changes)
@@ -412,8 +415,8 @@ def test_two_processes_train_as_one_and_can_be_killed(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_batch_norm_makes_two_processes_differ_from_one(tmp_path, monkeypatch):
     """By how much, docs/models.md says: each process normalises by its half of the batch."""
-    monkeypatch.setattr(runner, "RECORDS", None)
-    monkeypatch.setattr(runner, "RUNS", None)
+    monkeypatch.setattr(tasks, "RECORDS", None)
+    monkeypatch.setattr(tasks, "RUNS", None)
     alone, together = tmp_path / "alone", tmp_path / "together"
     alone.mkdir()
     changes = {"h": 0.5, "pad": 1, "epochs": 1}

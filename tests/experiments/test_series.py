@@ -12,13 +12,16 @@ import pytest
 import torch
 
 import torchmali as tm
-from experiments import latent, paths, runner
+from experiments import latent, paths
 from experiments.catalogue import EXPERIMENTS
 from experiments.data import DataError, speech
+from experiments.engine import task as tasks
+from experiments.engine.queue import Options, perform
+from experiments.engine.record import Record
+from experiments.engine.task import BadOption, Run, Task
 from experiments.models.latent_ode import STD, Encoder, Gate, LatentODE
 from experiments.models.neural_cde import CDEClassifier
 from experiments.models.recurrent import Recurrent
-from experiments.record import Record
 
 TIMES = torch.arange(6, dtype=torch.float64) / 200
 
@@ -145,10 +148,10 @@ def test_gaps_are_the_same_for_any_batch_and_others_in_each_epoch():
     assert torch.equal(first[2], again[2])
 
 
-def run_of(name: str, preset: str, changes: dict[str, Any], tmp_path: Path, monkeypatch) -> runner.Run:
-    monkeypatch.setattr(runner, "RECORDS", tmp_path / "records")
-    monkeypatch.setattr(runner, "RUNS", tmp_path / "runs")
-    return runner.Run(runner.Task(EXPERIMENTS[name], preset, changes))
+def run_of(name: str, preset: str, changes: dict[str, Any], tmp_path: Path, monkeypatch) -> Run:
+    monkeypatch.setattr(tasks, "RECORDS", tmp_path / "records")
+    monkeypatch.setattr(tasks, "RUNS", tmp_path / "runs")
+    return Run(Task(EXPERIMENTS[name], preset, changes))
 
 
 def test_series_are_scaled_by_the_training_set_and_begin_with_time(tmp_path, monkeypatch):
@@ -197,7 +200,7 @@ def test_what_does_not_fit_is_told(name, changes, match, tmp_path, monkeypatch):
     if name == "latent":
         monkeypatch.setattr(latent.hopper, "simulate", lambda n, **more: torch.rand(n, 200, 14))
     run = run_of(name, "smoke", changes, tmp_path, monkeypatch)
-    with pytest.raises((runner.BadOption, DataError), match=match):
+    with pytest.raises((BadOption, DataError), match=match):
         run.task.experiment.main(run.task.config, run)
 
 
@@ -207,10 +210,10 @@ def test_smoke_presets_run(name, method, tmp_path, monkeypatch):
         pytest.importorskip("mujoco")
     run = run_of(name, "smoke", {"method": method}, tmp_path, monkeypatch)
     if name == "latent":  # has two epochs
-        runner.perform(run.task, runner.Options(max_seconds=0), lambda done, text: None)
+        perform(run.task, Options(max_seconds=0), lambda done, text: None)
         found = Record.read(run.task.path)
         assert not found.finished and found.results["parameters"] > 1000 and found.results["peak_bytes"] > 10_000
-    runner.perform(run.task, runner.Options(), lambda done, text: None)
+    perform(run.task, Options(), lambda done, text: None)
     found = Record.read(run.task.path)
     quality = found.results["test_mse" if name == "latent" else "test_accuracy"]
     assert found.finished and math.isfinite(quality)

@@ -5,15 +5,16 @@ from typing import Any
 
 import pytest
 
-from experiments import draw_theory, explain, runner, stability
-from experiments.runner import Experiment, Run, Task
+from experiments import draw_theory, explain, stability
+from experiments.engine import task as tasks
+from experiments.engine.task import Experiment, Run, Task, as_json
 
 
 def results_of(name: str, module: ModuleType, folder) -> dict[str, Any]:
     task = Task(Experiment(name, "", "", module.PRESETS, module.main, {}), "smoke", {})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runner, "RUNS", folder)
-        return runner.as_json(module.main(task.config, Run(task)))
+        patch.setattr(tasks, "RUNS", folder)
+        return as_json(module.main(task.config, Run(task)))
 
 
 @pytest.fixture(scope="module")

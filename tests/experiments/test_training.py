@@ -6,7 +6,6 @@ start at once.
 
 from __future__ import annotations
 
-import importlib
 import json
 import multiprocessing
 import os
@@ -26,10 +25,14 @@ import torch
 from filelock import FileLock
 from rich.console import Console
 
-from experiments import runner
 from experiments.catalogue import EXPERIMENTS
-from experiments.record import Record
-from experiments.runner import BadOption, Config, Experiment, Options, Run, run_all, tasks_of
+from experiments.engine import queue
+from experiments.engine import task as tasks
+from experiments.engine.batches import InMemory
+from experiments.engine.queue import Options, perform, run_all
+from experiments.engine.record import Record
+from experiments.engine.task import BadOption, Config, Experiment, Run, Task, tasks_of
+from experiments.engine.trainer import Classifier, train
 
 ROOT = Path(__file__).parents[2]
 INTERRUPTED = 130
@@ -45,8 +48,6 @@ class TinyConfig(Config):
 
 def tiny(config: TinyConfig, run: Run) -> dict[str, Any]:
     """Momentum, a schedule by epoch or by step, dropout, and batches with noise from torch's global generator."""
-    from experiments.batches import InMemory
-    from experiments.training import Classifier, train
 
     class Noisy(InMemory):
         def train(self, epoch, order, subsample):
@@ -76,7 +77,6 @@ def tiny(config: TinyConfig, run: Run) -> dict[str, Any]:
     return {"best_epoch": trained.best_epoch, "best": trained.best, "last": trained.last, "seeds": trained.seeds}
 
 
-# Processes of --jobs 2 find it here, as their __mp_main__.
 EXPERIMENTS["tiny"] = Experiment("tiny", "", "", {"smoke": TinyConfig()}, tiny, takes={})
 
 
@@ -130,8 +130,6 @@ class Helper:
 
 
 def helper_main() -> None:
-    for name in ("experiments.training", "sklearn.datasets"):
-        importlib.import_module(name)  # once for all runs
     for line in sys.stdin:
         command = json.loads(line)
         said = Path(command["out"]) / "said.txt"
@@ -149,16 +147,16 @@ def _child(command: dict[str, Any], said: Path) -> int:
     os.environ["TORCHMALI_OUT"] = command["out"]  # for processes of --jobs 2
     patch = pytest.MonkeyPatch()
     if command["code"]:
-        patch.setattr("experiments.training.code_hash", lambda main: command["code"])
+        patch.setattr("experiments.engine.checkpoint.code_hash", lambda main: command["code"])
     if command["forks"]:
         fork = multiprocessing.get_context("fork")
         patch.setattr(multiprocessing, "get_context", lambda kind: fork)
-    runner.RECORDS, runner.RUNS = Path(command["out"]) / "records", Path(command["out"]) / "runs"
-    tasks = tasks_of(EXPERIMENTS[command["name"]], "smoke", command["methods"], [0], command["changes"])
+    tasks.RECORDS, tasks.RUNS = Path(command["out"]) / "records", Path(command["out"]) / "runs"
+    asked = tasks_of(EXPERIMENTS[command["name"]], "smoke", command["methods"], [0], command["changes"])
     with said.open("w") as file:
         console = Console(file=file, width=1000)
         try:
-            return 0 if run_all(tasks, Options(**command["options"]), command["jobs"], console) else 1
+            return 0 if run_all(asked, Options(**command["options"]), command["jobs"], console) else 1
         except KeyboardInterrupt:
             return INTERRUPTED
 
@@ -353,7 +351,7 @@ def test_two_jobs_give_the_metrics_of_one(helper, tmp_path, forks):
 
 
 def test_the_same_run_cannot_be_made_twice_at_once(helper, tmp_path):
-    folder = runner.Task(EXPERIMENTS["tiny"], "smoke", {}).folder
+    folder = Task(EXPERIMENTS["tiny"], "smoke", {}).folder
     lock = tmp_path / "runs" / "tiny" / f"{folder.name}.lock"
     lock.parent.mkdir(parents=True)
     with FileLock(lock):
@@ -374,17 +372,17 @@ def test_ctrl_c_ends_the_queue_and_the_same_command_goes_on(helper, undisturbed,
     assert n_epochs_trained(tmp_path) <= SMALL["epochs"] + 1
 
 
-def test_one_of_several_processes_keeps_the_books(tmp_path, monkeypatch):
-    monkeypatch.setattr(runner, "RECORDS", tmp_path / "records")
-    monkeypatch.setattr(runner, "RUNS", tmp_path / "runs")
-    monkeypatch.setattr(runner, "RANK", 1)
+def test_only_rank_0_writes_records(tmp_path, monkeypatch):
+    monkeypatch.setattr(tasks, "RECORDS", tmp_path / "records")
+    monkeypatch.setattr(tasks, "RUNS", tmp_path / "runs")
+    monkeypatch.setattr(queue, "RANK", 1)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    tasks, console = tasks_of(EXPERIMENTS["explain"], "smoke", [], [], {}), Console(record=True, width=200)
-    assert run_all(tasks, Options(), 1, console)
-    assert not tasks[0].path.exists() and console.export_text() == ""
+    asked, console = tasks_of(EXPERIMENTS["explain"], "smoke", [], [], {}), Console(record=True, width=200)
+    assert run_all(asked, Options(), 1, console)
+    assert not asked[0].path.exists() and console.export_text() == ""
     for jobs, force in ((2, False), (1, True)):
         with pytest.raises(BadOption, match="torchrun"):
-            run_all(tasks, Options(force=force), jobs, console)
+            run_all(asked, Options(force=force), jobs, console)
 
 
 def test_time_out_stops_after_an_epoch_and_the_same_command_goes_on(helper, undisturbed, tmp_path):
@@ -459,10 +457,10 @@ def test_every_method_trains(helper, tmp_path):
 
 @pytest.mark.slow
 def test_mali_reads_digits(tmp_path, monkeypatch):
-    monkeypatch.setattr(runner, "RECORDS", tmp_path / "records")
-    monkeypatch.setattr(runner, "RUNS", tmp_path / "runs")
+    monkeypatch.setattr(tasks, "RECORDS", tmp_path / "records")
+    monkeypatch.setattr(tasks, "RUNS", tmp_path / "runs")
     (task,) = tasks_of(EXPERIMENTS["digits"], "cpu", ["mali"], [0], {})
-    runner.perform(task, Options(), lambda done, text: None)
+    perform(task, Options(), lambda done, text: None)
     assert Record.read(task.path).results["test_accuracy"] >= 0.97
 
 

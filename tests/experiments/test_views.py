@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from experiments import report
-from experiments.record import Record
+from experiments.engine.record import Record
 from experiments.show import Cell, Found
 from experiments.solvers import ADAPTIVE, ATTACKERS, FIXED
 from experiments.views import feasibility, flows, images, series, solvers

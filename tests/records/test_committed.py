@@ -7,8 +7,9 @@ import re
 import pytest
 from committed import RECORDS, ROOT
 
-from experiments import record, report
-from experiments.record import Record
+from experiments import report
+from experiments.engine import record
+from experiments.engine.record import Record
 from experiments.views import accounting
 from experiments.views.toy import Toy
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ast
+import functools
 import hashlib
+import inspect
 import json
 import os
 import platform
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
 from importlib import metadata
@@ -16,9 +19,12 @@ from typing import Any
 
 import torch
 
-ROOT = Path(__file__).parent.parent
+import torchmali
+
+ROOT = Path(__file__).parents[2]
+EXPERIMENTS = ROOT / "experiments"
 OUT = os.environ.get("TORCHMALI_OUT")  # a folder for records and runs other than the project's own
-RECORDS = Path(OUT) / "records" if OUT else Path(__file__).parent / "records"
+RECORDS = Path(OUT) / "records" if OUT else EXPERIMENTS / "records"
 RUNS = Path(OUT) / "runs" if OUT else ROOT / "runs"
 MAX_BYTES = 200_000
 PACKAGES = ("torch", "torchmali", "numpy", "scipy", "scikit-learn", "lightning", "mujoco", "torchdiffeq")
@@ -132,3 +138,27 @@ def _commit() -> str | None:
 
     changed = git("status", "--porcelain", "--", "torchmali", "experiments/*.py")
     return (git("rev-parse", "--short=12", "HEAD") + ("+" if changed else "")) or None
+
+
+NOT_HASHED = tuple(EXPERIMENTS / "engine" / name for name in ("task.py", "queue.py"))  # they compute no results
+
+
+@functools.cache
+def code_hash(main: Callable) -> str:
+    """Hash of the code that computes: the module of `main`, what it imports of the experiments, and torchmali."""
+    core = sorted(Path(torchmali.__file__).parent.rglob("*.py"))
+    ours = sorted(_imported(Path(inspect.getfile(main)), set()))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in [*ours, *core])).hexdigest()[:16]
+
+
+def _imported(path: Path, seen: set[Path]) -> set[Path]:
+    if path in seen or path in NOT_HASHED:
+        return seen
+    seen.add(path)
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "experiments":
+            base = EXPERIMENTS.joinpath(*node.module.split(".")[1:])
+            for other in (base.with_suffix(".py"), *(base / f"{alias.name}.py" for alias in node.names)):
+                if other.exists():
+                    _imported(other, seen)
+    return seen

@@ -1,0 +1,44 @@
+"""Measurements of networks that solve ODEs: peak memory of a step, evaluations of f in the last solves."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import nn
+
+from experiments._core import LiveBytes, SolveModule
+from torchmali import ALF, FixedStep, Stats
+
+
+def live_peak(step: Callable[[], None]) -> int:
+    with LiveBytes() as live:
+        step()
+    return live.peak
+
+
+def by_h(block: Any, sizes: Sequence[float], step: Callable[[], None]) -> dict[str, int]:
+    """Peak bytes of live tensors in a step, with fixed steps in the block, and without refresh, which keeps states."""
+    controller, solver, found = block.controller, block.solver, {}
+    if isinstance(solver, ALF):
+        block.solver = dataclasses.replace(solver, refresh="never")
+    for h in sizes:
+        block.controller = FixedStep(h)
+        found[f"{h:g}"] = live_peak(step)
+    block.controller, block.solver = controller, solver
+    return found
+
+
+def solves(module: nn.Module) -> list[Stats]:
+    """The last of each ODE in a module."""
+    return [m.last_stats for m in module.modules() if isinstance(m, SolveModule) and m.last_stats]
+
+
+def evaluations(module: nn.Module) -> dict[str, int]:
+    """Of f, in the last forward and backward pass, by all ODEs in a module (0 backward where autograd does it)."""
+    counted = solves(module)
+    return {
+        "evaluations_forward": sum(stats.n_evals_forward for stats in counted),
+        "evaluations_backward": sum(stats.n_evals_backward for stats in counted),
+    }

@@ -2,23 +2,9 @@
 
 from __future__ import annotations
 
-from experiments import (
-    accounting,
-    densities,
-    explain,
-    feasibility,
-    flow_memory,
-    flows,
-    images,
-    latent,
-    memory,
-    paths,
-    solvers,
-    stability,
-    toy,
-    ways,
-)
+from experiments import densities, flow_memory, flows, images, latent, paths, solvers, ways
 from experiments.engine.task import Experiment
+from experiments.theory import accounting, explain, feasibility, memory, stability, toy
 
 EXPERIMENTS = {
     experiment.name: experiment

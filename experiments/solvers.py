@@ -15,7 +15,7 @@ import torchmali as tm
 from experiments.engine.task import BadOption, Run
 from experiments.images import Augmented, ImagesConfig, one_step, pixels, summary, trained
 from experiments.models.ode_resnet import RESNET, How, Network
-from experiments.quirks import UnguardedLastStep, overshot
+from experiments.theory.controllers import UnguardedLastStep, reference_end
 
 METHODS = ("mali", "adjoint", "resnet")
 
@@ -78,7 +78,7 @@ AS_PUBLISHED = {"ALF": tm.ALF(refresh="never"), "ALF4": tm.ALF(order=4, refresh=
 
 def fixed(name: str, h: float, as_reference: bool = False) -> How:
     if as_reference:
-        return How(AS_PUBLISHED.get(name, FIXED[name]), tm.FixedStep(h), tm.Naive(), overshot(h))
+        return How(AS_PUBLISHED.get(name, FIXED[name]), tm.FixedStep(h), tm.Naive(), reference_end(h))
     return How(FIXED[name], tm.FixedStep(h), tm.Naive())
 
 

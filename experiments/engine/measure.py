@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from experiments._core import LiveBytes, SolveModule
 from torchmali import ALF, FixedStep, Stats
@@ -42,3 +42,20 @@ def evaluations(module: nn.Module) -> dict[str, int]:
         "evaluations_forward": sum(stats.n_evals_forward for stats in counted),
         "evaluations_backward": sum(stats.n_evals_backward for stats in counted),
     }
+
+
+def graph_depth(y: Tensor) -> int:
+    """Number of nodes on the longest path of a tensor's autograd graph."""
+    root = y.grad_fn
+    longest: dict[Any, int] = {None: 0}
+    stack = [root]
+    while stack:
+        node = stack[-1]
+        parents = [parent for parent, _ in node.next_functions] if node is not None else []
+        missing = [parent for parent in parents if parent not in longest]
+        if missing:
+            stack += missing
+        else:
+            stack.pop()
+            longest[node] = 1 + max((longest[parent] for parent in parents), default=0)
+    return longest[root]

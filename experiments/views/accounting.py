@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from experiments.accounting import METHODS
 from experiments.engine.record import Record
 from experiments.show import Cell, Claim, Table, short
+from experiments.theory.accounting import METHODS
 
 # method: (computation, memory, depth, reverse accuracy) of the paper; one evaluation costs N_z N_f
 PAPER = {

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from experiments.feasibility import LIMIT, PER_GPU, TIGHT, ways
 from experiments.show import Cell, Claim, Found, Shown, Table
+from experiments.theory.feasibility import LIMIT, PER_GPU, TIGHT, ways
 from experiments.views.images import NAMES, verdict
 
 STEMS = {"large": "7 x 7, pooled (torchvision)", "small": "3 x 3 (reference code)"}

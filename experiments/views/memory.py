@@ -8,8 +8,8 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from experiments.engine.record import Record
-from experiments.memory import METHODS
 from experiments.show import COLORS, Cell, Claim, Picture, Table, bare, log_scale, short
+from experiments.theory.memory import METHODS
 
 SEARCH = "naive through the search"
 

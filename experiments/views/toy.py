@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from experiments.engine.record import Record
 from experiments.show import COLORS, Cell, Claim, Picture, Table, bare, log_scale, short
-from experiments.toy import PANELS, analytic
+from experiments.theory.toy import PANELS, analytic
 
 NAMES = ("dL/dz0", "dL/dalpha")
 

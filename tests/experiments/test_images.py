@@ -32,7 +32,7 @@ from experiments.engine.record import Record
 from experiments.engine.task import BadOption, Run, Task
 from experiments.models import ode_resnet
 from experiments.models.ode_resnet import RESNET, How, Normalise
-from experiments.quirks import UnguardedLastStep, overshot
+from experiments.theory.controllers import UnguardedLastStep, reference_end
 
 ROOT = Path(__file__).parents[2]
 MALI = How(tm.ALF(), tm.FixedStep(0.25), tm.MALI())
@@ -245,7 +245,12 @@ def test_an_unguarded_last_step_is_that_of_the_reference_code(rtol, h0):
 
 
 def test_fixed_steps_of_the_reference_code_pass_the_end():
-    assert overshot(0.15) == pytest.approx(1.05) and [overshot(h) for h in (1.0, 0.5, 0.25, 0.1)] == [1, 1, 1, 1]
+    assert reference_end(0.15) == pytest.approx(1.05) and [reference_end(h) for h in (1.0, 0.5, 0.25, 0.1)] == [
+        1,
+        1,
+        1,
+        1,
+    ]
     assert solvers.fixed("RK4", 0.15, as_reference=True).end == pytest.approx(1.05)
 
 

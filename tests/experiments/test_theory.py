@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 
-from experiments import draw_theory, explain, stability
+from experiments import draw_theory
 from experiments.engine import task as tasks
 from experiments.engine.task import Experiment, Run, Task, as_json
+from experiments.theory import explain, stability
 
 
 def results_of(name: str, module: ModuleType, folder) -> dict[str, Any]:

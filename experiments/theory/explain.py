@@ -6,22 +6,20 @@ oscillator, the adjoint's and MALI's. Figure 3: the whole trajectory rebuilt fro
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 import torchmali as tm
 from experiments.engine.task import Config, Run
-from experiments.stability import Problem, forward, mlp, relative, significant, van_der_pol, walk_back
-from torchmali.controllers import Pace, Start, StepController
-from torchmali.solvers.base import Attempt
-from torchmali.state import State, Structure, Time, number
-from torchmali.tape import Refresh
+from experiments.theory.controllers import Recorded, Trial
+from experiments.theory.problems import Problem, mlp, van_der_pol
+from experiments.theory.reconstruction import rebuild, refresh_times, relative, solve_forward
+from experiments.theory.stability import significant
 
 
 @dataclass(frozen=True)
@@ -57,66 +55,17 @@ def thinned(values: Sequence[Any], at_most: int) -> list[Any]:
 # Figure 1.
 
 
-class Trial(NamedTuple):
-    t0: float
-    z0: float
-    t1: float
-    z1: float
-    error: float  # as estimated: z1 minus the end of Euler's step from the same (z, v)
-    accepted: bool
-
-
-@dataclass(frozen=True)
-class Recorded(StepController):
-    """A controller whose trials are written down."""
-
-    controller: StepController
-    trials: list[Trial] = field(default_factory=list)
-    adaptive = True
-
-    def lands(self, solver: tm.Solver) -> bool:
-        return self.controller.lands(solver)
-
-    def bind(self, structure: Structure) -> Recorded:
-        return replace(self, controller=self.controller.bind(structure))
-
-    def pace(self, start: Start) -> Pace:
-        return _Recorder(self.controller.pace(start), self.trials)
-
-
-class _Recorder(Pace):
-    def __init__(self, inner: Pace, trials: list[Trial]):
-        self.inner, self.trials, self.controlled = inner, trials, inner.controlled
-        self.z0 = math.nan
-
-    def next(self, t: Time, target: Time) -> Time:
-        return self.inner.next(t, target)
-
-    def measure(self, before: State, attempt: Attempt) -> Tensor:
-        self.z0 = float(before.point[0][0])
-        return self.inner.measure(before, attempt)
-
-    def accepts(self, t0: Time, t1: Time, attempt: Attempt, ratio: Tensor, value: float) -> bool:
-        accepted = self.inner.accepts(t0, t1, attempt, ratio, value)
-        assert attempt.error is not None
-        z1, error = (float(leaf[0][0]) for leaf in (attempt.state.point, attempt.error))
-        self.trials.append(Trial(number(t0), self.z0, number(t1), z1, error, accepted))
-        self.n_rejected = self.inner.n_rejected
-        return accepted
-
-
 def search(config: ExplainConfig) -> dict[str, Any]:
     """An adaptive ALF solve: its trials, accepted and rejected, beside the exact solution (the first component)."""
     problem = van_der_pol(config.mu, config.search_span)
     controller = Recorded(tm.AdaptiveStep(config.search_rtol, config.search_rtol))
-    _, tape = forward(problem, tm.ALF(), controller)
-    refreshes = [event.t for event in tape.events if isinstance(event, Refresh)][1:]  # the first is the start
+    _, tape = solve_forward(problem, tm.ALF(), controller)
     t = [problem.span * i / (config.n_points - 1) for i in range(config.n_points)]
     exact = solved(problem, t, tm.Dopri8(), tm.AdaptiveStep(1e-10, 1e-12))
     return {
         "accepted": _columns([trial for trial in controller.trials if trial.accepted]),
         "rejected": _columns([trial for trial in controller.trials if not trial.accepted]),
-        "refreshes": row(refreshes),
+        "refreshes": row(refresh_times(tape)),
         "exact": {"t": row(t), "z": row(exact[:, 0])},
     }
 
@@ -125,7 +74,7 @@ def _columns(trials: Sequence[Trial]) -> dict[str, list[float]]:
     return {name: row(getattr(trial, name) for trial in trials) for name in ("t0", "z0", "t1", "z1", "error")}
 
 
-def solved(problem: Problem, t: Sequence[float], solver: tm.Solver, controller: StepController) -> Tensor:
+def solved(problem: Problem, t: Sequence[float], solver: tm.Solver, controller: tm.StepController) -> Tensor:
     """z at these times; they may run backwards, from problem.z0 at the first. # (time, component)"""
     with torch.no_grad():
         how: Any = {"solver": solver, "controller": controller, "gradient": tm.ACA(), "args": problem.theta}
@@ -135,7 +84,7 @@ def solved(problem: Problem, t: Sequence[float], solver: tm.Solver, controller: 
 # Figure 2.
 
 
-def two_ways_back(config: ExplainConfig) -> dict[str, Any]:
+def two_reverse_paths(config: ExplainConfig) -> dict[str, Any]:
     """Dopri5 to T and, from there anew, back; ALF to T, and its states rebuilt by the inverse."""
     problem, controller = van_der_pol(config.mu, config.span), tm.AdaptiveStep(config.rtol, config.rtol / 10)
     t = [problem.span * i / (config.n_points - 1) for i in range(config.n_points)]
@@ -153,16 +102,18 @@ def two_ways_back(config: ExplainConfig) -> dict[str, Any]:
     }
 
 
-def rebuilt(config: ExplainConfig, problem: Problem, controller: StepController, path: bool = True) -> dict[str, Any]:
-    end, tape = forward(problem, tm.ALF(), controller)
-    states = list(walk_back(problem, tm.ALF(), end, tape))[::-1]
+def rebuilt(
+    config: ExplainConfig, problem: Problem, controller: tm.StepController, path: bool = True
+) -> dict[str, Any]:
+    end, tape = solve_forward(problem, tm.ALF(), controller)
+    states = list(rebuild(problem, tm.ALF(), end, tape))[::-1]
     shown = thinned(states, config.n_points)
     found: dict[str, Any] = {
         "t": row(t for t, _, _ in shown),
         "distance": row((z - kept).norm() for _, z, kept in shown),
         "worst": significant(max(float((z - kept).norm()) for _, z, kept in states)),
         "steps": len(states),
-        "refreshes": sum(isinstance(event, Refresh) for event in tape.events) - 1,
+        "refreshes": len(refresh_times(tape)),
     }
     if path:
         found["forward"] = [row(kept[i] for _, _, kept in shown) for i in (0, 1)]
@@ -178,8 +129,8 @@ def reconstruction(config: ExplainConfig, eta: float, exact: bool) -> dict[str, 
     problem, solver = mlp(config.seed, 5.0).to(torch.float32), tm.ALF(eta=eta, refresh="never")
     controller = tm.FixedStep(problem.span / config.n_steps)
     arithmetic = tm.MALI(exact=exact).arithmetic(problem.span)
-    end, tape = forward(problem, solver, controller, arithmetic)
-    errors = [(t, relative(z, kept)) for t, z, kept in walk_back(problem, solver, end, tape)]
+    end, tape = solve_forward(problem, solver, controller, arithmetic)
+    errors = [(t, relative(z, kept)) for t, z, kept in rebuild(problem, solver, end, tape)]
     first_lost = next((i for i, (_, e) in enumerate(errors) if not e < 1e3), len(errors))
     shown = thinned(errors[: first_lost + 1], config.n_points)
     found = {"t": row(t for t, _ in shown), "error": [significant(e) if e < 1e30 else None for _, e in shown]}
@@ -189,7 +140,7 @@ def reconstruction(config: ExplainConfig, eta: float, exact: bool) -> dict[str, 
 def main(config: ExplainConfig, run: Run) -> dict[str, Any]:
     work: dict[str, Callable[[], Any]] = {
         "search": partial(search, config),
-        "ways back": partial(two_ways_back, config),
+        "ways back": partial(two_reverse_paths, config),
         **{f"eta = {eta:g}": partial(reconstruction, config, eta, exact=False) for eta in config.etas},
         "exact": partial(reconstruction, config, 1.0, exact=True),
     }

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,12 +17,10 @@ import torch
 from torch import Tensor
 
 import torchmali as tm
+from experiments._core import Floats, Slope
 from experiments.engine.task import Config, Run
-from torchmali.controllers import StepController
-from torchmali.integrate import integrate
-from torchmali.solvers.base import Slope
-from torchmali.state import Floats, State, Structure, Time, Traced
-from torchmali.tape import Refresh, Rescale, Step, Tape
+from experiments.theory.problems import Problem, mlp, van_der_pol
+from experiments.theory.reconstruction import rebuild, relative, replayed_gradient, solve_forward
 
 DIGITS = 6
 
@@ -182,47 +180,6 @@ def iterated(eta: float, x: tuple[float, float], y: tuple[float, float]) -> dict
 
 # The problems of the other two theorems.
 
-
-class Problem(NamedTuple):
-    """dz/dt = f(t, z, *theta) on [0, span]."""
-
-    f: Callable[..., Tensor]
-    z0: Tensor
-    theta: tuple[Tensor, ...]
-    span: float
-
-    def to(self, dtype: torch.dtype) -> Problem:
-        return self._replace(z0=self.z0.to(dtype), theta=tuple(w.to(dtype) for w in self.theta))
-
-    def slope(self, t: Time, z: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return (self.f(t, z[0], *self.theta),)
-
-
-def mlp_field(t: Any, z: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
-    """A tanh network that sees the time; row 4 of w1 belongs to it."""
-    return torch.tanh(z @ w1[:4] + t * w1[4] + b1) @ w2 + b2
-
-
-def mlp(seed: int, span: float) -> Problem:
-    generator = torch.Generator().manual_seed(seed)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-    theta = normal(5, 16) / math.sqrt(5), 0.1 * normal(16), normal(16, 4) / 4, 0.1 * normal(4)
-    return Problem(mlp_field, normal(3, 4), theta, span)
-
-
-def van_der_pol_field(t: Any, z: Tensor, mu: Tensor) -> Tensor:
-    x, y = z.unbind()
-    return torch.stack([y, torch.addcmul(-x, mu - mu * x * x, y)])  # mu (1 - x^2) y - x
-
-
-def van_der_pol(mu: float, span: float) -> Problem:
-    z0, theta = torch.tensor([2.0, 0.0], dtype=torch.float64), torch.tensor(mu, dtype=torch.float64)
-    return Problem(van_der_pol_field, z0, (theta,), span)
-
-
 HARDEST = "Van der Pol, mu = 2"
 
 
@@ -235,38 +192,6 @@ def problem_of(config: StabilityConfig, title: str) -> Problem:
     }[title]
 
 
-def forward(
-    problem: Problem, solver: tm.Solver, controller: StepController, arithmetic: Any = Floats
-) -> tuple[State, Tape]:
-    """The end state, and a tape with all states on it."""
-    controller = controller.bind(Structure.of(problem.z0))
-    tape, times = Tape(keep_every=1, rewinds=True), (0.0, problem.span)
-    with torch.no_grad():
-        return integrate(
-            problem.slope, (problem.z0,), times, solver, controller, lambda k, z: None, tm.Stats(),
-            arithmetic=arithmetic, tape=tape,
-        )  # fmt: skip
-
-
-def walk_back(problem: Problem, solver: tm.ReversibleSolver, end: State, tape: Tape) -> Iterator[tuple[Any, ...]]:
-    """From the end state, step by step: (t, z rebuilt by the inverse, z as it was) at the start of each step.
-
-    As in MALI's backward pass: where v was renewed, the walk goes on from the state that was kept there.
-    """
-    state = end
-    with torch.no_grad():
-        for event in reversed(tape.events):
-            if isinstance(event, Step):
-                assert event.before is not None
-                state = solver.inverse(problem.slope, event.t0, event.t1, state)
-                yield event.t0, state.point[0], type(end).restore(tape.kept[event.before]).point[0]
-            elif isinstance(event, Rescale):
-                assert event.lost is not None
-                state = state.unscaled(event.change, tape.kept[event.lost])
-            elif isinstance(event, Refresh) and event.before is not None:
-                state = state.back_to(tape.kept[event.before])
-
-
 def gradient(problem: Problem, **how: Any) -> tuple[Tensor, tm.Stats]:
     """d(sum z(T)^2)/d(z0, theta) as one vector."""
     inputs = [x.detach().clone().requires_grad_() for x in (problem.z0, *problem.theta)]
@@ -275,10 +200,6 @@ def gradient(problem: Problem, **how: Any) -> tuple[Tensor, tm.Stats]:
         solution = tm.solve(problem.f, inputs[0], (0.0, problem.span), **how, args=tuple(inputs[1:]))
         grads = torch.autograd.grad((solution.y[-1] ** 2).sum(), inputs)
     return torch.cat([g.flatten() for g in grads]), solution.stats
-
-
-def relative(x: Tensor, truth: Tensor) -> float:
-    return float((x - truth).norm() / truth.norm())
 
 
 # Theorem 3.1: orders.
@@ -292,7 +213,7 @@ def slope_of(hs: Sequence[float], errors: Sequence[float]) -> float:
 
 
 def exact_end(problem: Problem, n_steps: int = 200) -> Tensor:
-    return forward(problem, tm.Dopri8(), tm.FixedStep(problem.span / n_steps))[0].point[0]
+    return solve_forward(problem, tm.Dopri8(), tm.FixedStep(problem.span / n_steps))[0].point[0]
 
 
 def curve(hs: Sequence[float], **errors: list[float]) -> dict[str, Any]:
@@ -309,7 +230,7 @@ def local_order(config: StabilityConfig, eta: float) -> dict[str, Any]:
     z_errors, v_errors = [], []
     for h in hs:
         problem = problem._replace(span=h)
-        end, _ = forward(problem, tm.ALF(eta=eta, refresh="never"), tm.FixedStep(h))
+        end, _ = solve_forward(problem, tm.ALF(eta=eta, refresh="never"), tm.FixedStep(h))
         z = exact_end(problem, n_steps=4)
         z_errors.append(float((end.point[0] - z).norm()))
         v_errors.append(float((end.slope[0] - problem.slope(h, (z,))[0]).norm()))
@@ -323,7 +244,7 @@ def global_order(config: StabilityConfig, eta: float) -> dict[str, Any]:
     v = problem.slope(problem.span, (z,))[0]
     z_errors, v_errors = [], []
     for h in hs:
-        end, _ = forward(problem, tm.ALF(eta=eta, refresh="never"), tm.FixedStep(h))
+        end, _ = solve_forward(problem, tm.ALF(eta=eta, refresh="never"), tm.FixedStep(h))
         z_errors.append(relative(end.point[0], z))
         v_errors.append(relative(end.slope[0], v))
     return curve(hs, z=z_errors, v=v_errors)
@@ -377,14 +298,14 @@ def reverse_order(config: StabilityConfig, name: str) -> dict[str, Any]:
     for n in counts:
         controller = tm.FixedStep(problem.span / n)
         if name == "ALF inverse":
-            *_, (_, z, _) = walk_back(problem, tm.ALF(refresh="never"), *forward(problem, solver, controller))
+            *_, (_, z, _) = rebuild(problem, tm.ALF(refresh="never"), *solve_forward(problem, solver, controller))
         else:
             z = there_and_back(problem, solver, controller)
         errors.append(relative(z, problem.z0))
     return curve([problem.span / n for n in counts], back=errors)
 
 
-def there_and_back(problem: Problem, solver: tm.Solver, controller: StepController) -> Tensor:
+def there_and_back(problem: Problem, solver: tm.Solver, controller: tm.StepController) -> Tensor:
     """z(0) as the adjoint method meets it again: a solve to T, and a solve of its own from there."""
     z, how = problem.z0, {"solver": solver, "controller": controller, "gradient": tm.ACA(), "args": problem.theta}
     with torch.no_grad():
@@ -412,18 +333,18 @@ METHODS = {
 }
 
 
-def way_back(config: StabilityConfig, problem: Problem, name: str, tolerance: float) -> dict[str, Any]:
+def reverse_error(config: StabilityConfig, problem: Problem, name: str, tolerance: float) -> dict[str, Any]:
     """How well a method meets z(0) again, and its gradient against the exact one of the same discrete solve."""
     method, controller = METHODS[name], tm.AdaptiveStep(tolerance, tolerance / 10, max_steps=config.max_attempts)
     problem, found = problem.to(method.dtype), {}
     how: Any = {"solver": method.solver, "controller": controller}
     try:
-        end, tape = forward(problem, method.solver, controller, method.arithmetic(problem.span))
+        end, tape = solve_forward(problem, method.solver, controller, method.arithmetic(problem.span))
     except tm.SolverError as error:
         return {"failed": f"on the way forward: {_first_sentence(error)}"}
     try:
         if isinstance(method.solver, tm.ReversibleSolver):
-            errors = [relative(z, kept) for _, z, kept in walk_back(problem, method.solver, end, tape)]
+            errors = [relative(z, kept) for _, z, kept in rebuild(problem, method.solver, end, tape)]
             found |= {"back": significant(errors[-1]), "worst": significant(max(errors))}
         else:
             found["back"] = significant(relative(there_and_back(problem, method.solver, controller), problem.z0))
@@ -443,18 +364,6 @@ def way_back(config: StabilityConfig, problem: Problem, name: str, tolerance: fl
     except tm.SolverError as error:
         found["gradient failed"] = _first_sentence(error)
     return {"steps": tape.n_steps, **found}
-
-
-def replayed_gradient(problem: Problem, solver: tm.Solver, tape: Tape) -> Tensor:
-    """The gradient of the steps on a tape, by autograd through all of them."""
-    inputs = [x.detach().clone().requires_grad_() for x in (problem.z0, *problem.theta)]
-    f, state = problem._replace(theta=tuple(inputs[1:])).slope, Traced.of((inputs[0],))
-    for event in tape.events:
-        if isinstance(event, Refresh):
-            state = solver.renew(f, event.t, state, None)
-        elif isinstance(event, Step):
-            state = solver.step(f, event.t0, event.t1, state, None, adaptive=False).state
-    return torch.cat([g.flatten() for g in torch.autograd.grad((state.point[0] ** 2).sum(), inputs)])
 
 
 def _first_sentence(error: Exception) -> str:
@@ -489,7 +398,7 @@ def main(config: StabilityConfig, run: Run) -> dict[str, Any]:
         for name in METHODS:
             for tolerance in config.tolerances:
                 if tolerance >= finest(config, title, name):
-                    do = functools.partial(way_back, config, problem_of(config, title), name, tolerance)
+                    do = functools.partial(reverse_error, config, problem_of(config, title), name, tolerance)
                     work["reverse", "tolerances", title, name, f"{tolerance:g}"] = do
     found = run.pieces({" / ".join(path): do for path, do in work.items()})
     return nested({path: found[" / ".join(path)] for path in work})

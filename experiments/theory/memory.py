@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 import torchmali as tm
+from experiments._core import LiveBytes
 from experiments.engine.task import Config, Run
-from experiments.fields import FIELDS
-from torchmali.measure import LiveBytes
+from experiments.theory.problems import NETWORKS
 
 METHODS: dict[str, tm.GradientMethod] = {  # the adjoint's seminorm changes its steps, not its memory
     "naive": tm.Naive(),
@@ -44,7 +44,7 @@ PRESETS = {
 
 
 def peak(config: MemoryConfig, field: str, method: str, controller: tm.StepController) -> dict[str, Any]:
-    f, z0, _ = FIELDS[field](config.seed, torch.float64)  # tolerances go down to 1e-6
+    f, z0, _ = NETWORKS[field](config.seed, torch.float64)  # tolerances go down to 1e-6
     z0.requires_grad_()
     how: Any = {"solver": tm.ALF(), "controller": controller, "gradient": METHODS[method]}
     with LiveBytes() as live:
@@ -60,7 +60,7 @@ def peak(config: MemoryConfig, field: str, method: str, controller: tm.StepContr
     }
 
 
-def fitted(n: Sequence[float], peaks: Sequence[float]) -> dict[str, float]:
+def least_squares(n: Sequence[float], peaks: Sequence[float]) -> dict[str, float]:
     """peak = base + slope n, least squares, and R^2."""
     slope, base = statistics.linear_regression(n, peaks)  # not torch's: its last bit changes from run to run
     mean = statistics.fmean(peaks)
@@ -81,12 +81,12 @@ def main(config: MemoryConfig, run: Run) -> dict[str, Any]:
                 work[f"{field} / {method} / tolerance {tolerance:g}"] = partial(peak, config, field, method, controller)
     cells = run.pieces(work)
     fits = {
-        f"{field} / {method}": fitted(
+        f"{field} / {method}": least_squares(
             config.steps, [cells[f"{field} / {method} / N {n}"]["peak"] for n in config.steps]
         )
         for field in config.fields
         for method in METHODS
         if method != "naive through the search"
     }
-    sizes = {field: FIELDS[field](config.seed, torch.float64).z0.nbytes for field in config.fields}
+    sizes = {field: NETWORKS[field](config.seed, torch.float64).z0.nbytes for field in config.fields}
     return {"cells": cells, "fits": fits, "state_bytes": sizes}

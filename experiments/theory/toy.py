@@ -19,10 +19,10 @@ import torchdiffeq
 from torch import Tensor
 
 import torchmali as tm
+from experiments.engine.measure import graph_depth
 from experiments.engine.task import Config, Run
-from torchmali.integrate import integrate
-from torchmali.state import Structure
-from torchmali.tape import Refresh, Step
+from experiments.theory.problems import Problem, linear_field
+from experiments.theory.reconstruction import accepted_steps, solve_forward
 
 Z0 = 1.0
 
@@ -86,10 +86,6 @@ PANELS = {  # label: solve
 }
 
 
-def field(t: Tensor, z: Tensor, alpha: Tensor) -> Tensor:
-    return alpha * z
-
-
 def inputs(alpha: float) -> tuple[Tensor, Tensor]:
     z0, a = torch.tensor(Z0, dtype=torch.float64), torch.tensor(alpha, dtype=torch.float64)
     return z0.requires_grad_(), a.requires_grad_()
@@ -119,7 +115,7 @@ def _ours(config: ToyConfig, name: str, z0: Tensor, a: Tensor, span: float) -> d
     how: Any = {"solver": solver, "controller": adaptive(config), "gradient": gradient}
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        solution = tm.solve(field, z0, (0.0, span), **how, args=(a,))
+        solution = tm.solve(linear_field, z0, (0.0, span), **how, args=(a,))
         grads = torch.autograd.grad(solution.y[-1] ** 2, [z0, a])
     stats = solution.stats
     return {
@@ -162,35 +158,30 @@ def discrete(config: ToyConfig, alpha: float, span: float) -> list[float] | None
 
     No autograd, and nothing of the solver's code but its choice of steps: an independent truth for panel C.
     """
-    z0 = (torch.tensor(Z0, dtype=torch.float64),)
-    controller = adaptive(config).bind(Structure.of(z0))
+    z0, theta = (torch.tensor(x, dtype=torch.float64) for x in (Z0, alpha))
     try:
-        with torch.no_grad():
-            _, tape = integrate(
-                lambda t, z: (alpha * z[0],), z0, (0.0, span), REFRESHED, controller, lambda k, z: None, tm.Stats()
-            )
+        _, tape = solve_forward(Problem(linear_field, z0, (theta,), span), REFRESHED, adaptive(config))
     except tm.SolverError:
         return None
     z, dz0, dalpha = Z0, 1.0, 0.0  # the value, and its derivatives
     v, v_z0, v_alpha = alpha * Z0, alpha, Z0
-    for event in tape.events:
-        if isinstance(event, Refresh):
+    for t0, t1, refreshed in accepted_steps(tape):
+        if refreshed:
             v, v_z0, v_alpha = alpha * z, alpha * dz0, alpha * dalpha + z
-        elif isinstance(event, Step):
-            half = (event.t1 - event.t0) / 2
-            z, dz0, dalpha = z + half * v, dz0 + half * v_z0, dalpha + half * v_alpha
-            v, v_z0, v_alpha = 2 * alpha * z - v, 2 * alpha * dz0 - v_z0, 2 * (alpha * dalpha + z) - v_alpha
-            z, dz0, dalpha = z + half * v, dz0 + half * v_z0, dalpha + half * v_alpha
+        half = (t1 - t0) / 2
+        z, dz0, dalpha = z + half * v, dz0 + half * v_z0, dalpha + half * v_alpha
+        v, v_z0, v_alpha = 2 * alpha * z - v, 2 * alpha * dz0 - v_z0, 2 * (alpha * dalpha + z) - v_alpha
+        z, dz0, dalpha = z + half * v, dz0 + half * v_z0, dalpha + half * v_alpha
     return [2 * z * dz0, 2 * z * dalpha]
 
 
-def way_back(config: ToyConfig, alpha: float, span: float) -> float | None:
+def return_error(config: ToyConfig, alpha: float, span: float) -> float | None:
     """|z(0) - z0| after a solve to T and one from there back in time, as the adjoint method makes it."""
     z, a = inputs(alpha)
     try:
         with torch.no_grad():
             for times in ((0.0, span), (span, 0.0)):
-                z = tm.solve(field, z, times, solver=REFRESHED, controller=adaptive(config), args=(a,)).y[-1]
+                z = tm.solve(linear_field, z, times, solver=REFRESHED, controller=adaptive(config), args=(a,)).y[-1]
     except tm.SolverError:
         return None
     return abs(float(z) - Z0)
@@ -206,32 +197,15 @@ def search(config: ToyConfig, alpha: float, span: float) -> dict[str, Any]:
         z0, a = inputs(alpha)
         controller = tm.AdaptiveStep(config.rtol, config.atol, h0=span, max_steps=config.max_attempts)
         how: Any = {"solver": HEUN, "controller": controller, "gradient": tm.Naive(through_search=through)}
-        solution = tm.solve(field, z0, (0.0, span), **how, args=(a,))
+        solution = tm.solve(linear_field, z0, (0.0, span), **how, args=(a,))
         loss, stats = solution.y[-1] ** 2, solution.stats
         found[name] = {
             "gradient": [float(g) for g in torch.autograd.grad(loss, [z0, a], retain_graph=True)],
-            "depth": depth(loss),
+            "depth": graph_depth(loss),
             "steps": stats.n_steps,
             "trials per step": (stats.n_steps + stats.n_rejected) / stats.n_steps,
         }
     return found
-
-
-def depth(y: Tensor) -> int:
-    """The number of nodes on the longest path of its graph."""
-    root = y.grad_fn
-    longest: dict[Any, int] = {None: 0}
-    stack = [root]
-    while stack:
-        node = stack[-1]
-        parents = [parent for parent, _ in node.next_functions] if node is not None else []
-        missing = [parent for parent in parents if parent not in longest]
-        if missing:
-            stack += missing
-        else:
-            stack.pop()
-            longest[node] = 1 + max((longest[parent] for parent in parents), default=0)
-    return longest[root]
 
 
 def main(config: ToyConfig, run: Run) -> dict[str, Any]:
@@ -242,7 +216,7 @@ def main(config: ToyConfig, run: Run) -> dict[str, Any]:
             for name in (*SOLVES, *PEERS):
                 work[f"{name} / {where}"] = partial(gradient_by, config, name, alpha, span)
             work[f"discrete / {where}"] = partial(discrete, config, alpha, span)
-            work[f"way back / {where}"] = partial(way_back, config, alpha, span)
+            work[f"way back / {where}"] = partial(return_error, config, alpha, span)
         span = config.short[-1]
         work[f"search / {alpha:g} {span:g}"] = partial(search, config, alpha, span)
     return {"cells": run.pieces(work)}

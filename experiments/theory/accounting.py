@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 import torchmali as tm
+from experiments._core import LiveBytes
+from experiments.engine.measure import graph_depth
 from experiments.engine.task import Config, Run
-from experiments.fields import FIELDS
-from experiments.memory import fitted
-from experiments.toy import depth
-from torchmali.measure import LiveBytes
+from experiments.theory.memory import least_squares
+from experiments.theory.problems import NETWORKS
 
 METHODS: dict[str, tm.GradientMethod] = {
     "naive": tm.Naive(through_search=True), "naive, h detached": tm.Naive(), "adjoint": tm.Adjoint(), "ACA": tm.ACA(),
@@ -51,7 +51,7 @@ def controllers(config: AccountingConfig) -> dict[str, tm.StepController]:
 
 def counts(config: AccountingConfig, field: str, method: str, steps: str) -> dict[str, Any]:
     """Evaluations, steps and the gradient, in float64."""
-    f, z0, _ = FIELDS[field](config.seed, torch.float64)
+    f, z0, _ = NETWORKS[field](config.seed, torch.float64)
     z0.requires_grad_()
     calls = {"forward": 0, "backward": 0}
     phase = "forward"
@@ -65,7 +65,7 @@ def counts(config: AccountingConfig, field: str, method: str, steps: str) -> dic
     solution = tm.solve(counted, z0, (0.0, 1.0), **how)
     loss, stats, phase = solution.y[-1].square().sum(), solution.stats, "backward"
     is_naive = method.startswith("naive")
-    graph = depth(loss) if is_naive else None
+    graph = graph_depth(loss) if is_naive else None
     grads = torch.autograd.grad(loss, [z0, *f.parameters()])
     exact = tm.solve(f, z0, (0.0, 1.0), **{**how, "gradient": tm.Naive()}).y[-1].square().sum()
     truth = torch.autograd.grad(exact, [z0, *f.parameters()])
@@ -79,11 +79,11 @@ def counts(config: AccountingConfig, field: str, method: str, steps: str) -> dic
         "depth": graph,
         "error": float((a - b).norm() / b.norm()),
         "rebuilt": stats.reconstruction_error,
-        "back": _way_back(f, z0.detach(), controller) if method == "adjoint" else None,
+        "back": _reverse_solve(f, z0.detach(), controller) if method == "adjoint" else None,
     }
 
 
-def _way_back(f: Any, z0: Tensor, controller: tm.StepController) -> dict[str, float]:
+def _reverse_solve(f: Any, z0: Tensor, controller: tm.StepController) -> dict[str, float]:
     """The steps N_r of a solve back in time alone, and by how much it misses z0."""
     how: Any = {"solver": tm.ALF(refresh="never"), "controller": controller}
     with torch.no_grad():
@@ -93,7 +93,7 @@ def _way_back(f: Any, z0: Tensor, controller: tm.StepController) -> dict[str, fl
 
 
 def peak(config: AccountingConfig, field: str, method: str, n: int) -> int:
-    f, z0, _ = FIELDS[field](config.seed)
+    f, z0, _ = NETWORKS[field](config.seed)
     z0.requires_grad_()
     how: Any = {"solver": tm.ALF(refresh="never"), "controller": tm.FixedStep(1 / n), "gradient": METHODS[method]}
     with LiveBytes() as live:
@@ -103,8 +103,8 @@ def peak(config: AccountingConfig, field: str, method: str, n: int) -> int:
 
 def one_step_depth(config: AccountingConfig, field: str) -> int:
     """Nodes of the graph of f alone: all that ACA and MALI ever hold at once."""
-    f, z0, _ = FIELDS[field](config.seed)
-    return depth(f(torch.zeros(()), z0.requires_grad_()).sum())
+    f, z0, _ = NETWORKS[field](config.seed)
+    return graph_depth(f(torch.zeros(()), z0.requires_grad_()).sum())
 
 
 def main(config: AccountingConfig, run: Run) -> dict[str, Any]:
@@ -118,9 +118,11 @@ def main(config: AccountingConfig, run: Run) -> dict[str, Any]:
         work[f"{field} / depth of f"] = partial(one_step_depth, config, field)
     cells = run.pieces(work)
     fits = {
-        f"{field} / {method}": fitted(config.steps, [cells[f"{field} / {method} / peak {n}"] for n in config.steps])
+        f"{field} / {method}": least_squares(
+            config.steps, [cells[f"{field} / {method} / peak {n}"] for n in config.steps]
+        )
         for field in config.fields
         for method in METHODS
     }
-    sizes = {field: FIELDS[field](config.seed).z0.nbytes for field in config.fields}
+    sizes = {field: NETWORKS[field](config.seed).z0.nbytes for field in config.fields}
     return {"cells": cells, "fits": fits, "state_bytes": sizes}

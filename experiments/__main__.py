@@ -10,11 +10,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from experiments import flows
 from experiments import report as report_
 from experiments.catalogue import EXPERIMENTS
 from experiments.engine.queue import Options, run_all
 from experiments.engine.task import BadOption, Experiment, parsed, tasks_of
+from experiments.flows import images as flows
 from experiments.views.flows import beside, sheet
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__, pretty_exceptions_enable=False)

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from experiments import densities, flow_memory, flows, images, latent, paths, solvers, ways
 from experiments.engine.task import Experiment
+from experiments.flows import images as flows
+from experiments.flows import memory as flow_memory
+from experiments.flows import plane as densities
+from experiments.images import recognition as images
+from experiments.images import solvers
+from experiments.series import latent, paths, solving
 from experiments.theory import accounting, explain, feasibility, memory, stability, toy
 
 EXPERIMENTS = {
@@ -110,7 +115,7 @@ EXPERIMENTS = {
             main=solvers.main,
             takes={"smoke": "10 s a method", "cpu": "2 min a run", "cpu-cifar10": "15 min a run"},
             data="scikit-learn's digits (comes with it); CIFAR-10 for cpu-cifar10",
-            methods=solvers.METHODS,
+            methods=solvers.NAMES,
             seeds=(0, 1, 2),
         ),
         Experiment(
@@ -129,7 +134,7 @@ EXPERIMENTS = {
             main=latent.main,
             takes={"smoke": "10 s a method", "cpu": "8 min a run", "paper": "estimated: 15 h a run with MALI"},
             data="HopperPhysics, or simulated (mujoco, dm_control)",
-            methods=latent.METHODS,
+            methods=latent.NAMES,
             usual=("naive", "adjoint", "aca", "mali", "rnn", "gru_d"),
             seeds=(0, 1),
         ),
@@ -148,7 +153,7 @@ EXPERIMENTS = {
                 "paper": "estimated: 15 h a run with MALI",
             },  # fmt: skip
             data="Speech Commands; JapaneseVowels; scikit-learn's digits (come with it) for cpu-digits",
-            methods=ways.METHODS,
+            methods=solving.NAMES,
             usual=("adjoint", "seminorm", "naive", "aca", "mali"),
             seeds=(0, 1, 2),
         ),
@@ -177,7 +182,7 @@ EXPERIMENTS = {
             name="flow_memory",
             what="memory of one training step of the published flow of CIFAR-10, by method and tolerance",
             shows="Table 1, for flows",
-            presets=flow_memory.RUNS,
+            presets=flow_memory.PRESETS,
             main=flow_memory.main,
             takes={"smoke": "10 s", "cpu": "2 min"},
         ),

@@ -2,20 +2,44 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from experiments._core import LiveBytes, SolveModule
+from experiments.methods import published_tolerances
 from torchmali import ALF, FixedStep, Stats
 
 
 def live_peak(step: Callable[[], None]) -> int:
+    """Peak bytes of live tensors in a step, beyond those before it."""
     with LiveBytes() as live:
         step()
     return live.peak
+
+
+def classification_peak(network: nn.Module, batch: tuple[Tensor, Tensor]) -> int:
+    """Peak bytes of live tensors in a forward and backward pass of cross-entropy."""
+    network.zero_grad(set_to_none=True)
+    with published_tolerances(), LiveBytes() as live:
+        F.cross_entropy(network(batch[0]), batch[1]).backward()
+    return live.peak
+
+
+class OneStep(NamedTuple):
+    peak_bytes: int
+    stats: list[Stats]
+
+
+def one_step(network: nn.Module, batch: tuple[Tensor, Tensor]) -> OneStep:
+    """Measure a forward and backward pass with a batch, of a copy: BatchNorm would remember it."""
+    twin = copy.deepcopy(network).train()
+    peak = classification_peak(twin, batch)
+    return OneStep(peak, solves(twin))
 
 
 def by_h(block: Any, sizes: Sequence[float], step: Callable[[], None]) -> dict[str, int]:

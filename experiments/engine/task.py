@@ -26,6 +26,13 @@ class BadOption(Exception):
     """Something on the command line is not as it should be; the message says what to do."""
 
 
+def require_known(what: str, name: str, known: Iterable[str]) -> None:
+    """Raise BadOption where a name that the command line gave is none of the known ones."""
+    known = list(known)
+    if name not in known:
+        raise BadOption(f"There is no {what} {name!r}; there are {', '.join(known)}.")
+
+
 class OutOfTime(Exception):
     """--max-seconds have passed."""
 

@@ -30,13 +30,15 @@ from experiments.engine.task import OutOfTime, Run
 ACCURACIES = ("train_accuracy", "validation_accuracy", "watched_accuracy", "test_accuracy")
 
 
-class Noting(lightning.LightningModule):
+class LoggingModule(lightning.LightningModule):
+    """Base of the modules that are trained."""
+
     def note(self, name: str, value: Tensor, batch: Sequence[Any]) -> None:
-        """The mean over an epoch."""
+        """Log the mean of a value over an epoch."""
         self.log(name, value, on_step=False, on_epoch=True, batch_size=len(batch[0]), sync_dist=True)
 
 
-class Classifier(Noting):
+class Classifier(LoggingModule):
     """A network that is trained by cross-entropy; counts the evaluations of f by all that it solves."""
 
     def __init__(

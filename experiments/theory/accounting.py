@@ -19,13 +19,17 @@ import torchmali as tm
 from experiments._core import LiveBytes
 from experiments.engine.measure import graph_depth
 from experiments.engine.task import Config, Run
+from experiments.methods import EXACT_INT64, PUBLISHED_ALF, gradients
+from experiments.methods import METHODS as TABLE
 from experiments.theory.memory import least_squares
 from experiments.theory.problems import NETWORKS
 
-METHODS: dict[str, tm.GradientMethod] = {
-    "naive": tm.Naive(through_search=True), "naive, h detached": tm.Naive(), "adjoint": tm.Adjoint(), "ACA": tm.ACA(),
-    "MALI": tm.MALI(), "MALI exact": tm.MALI(exact="int64"),
-}  # fmt: skip
+METHODS: dict[str, tm.GradientMethod] = {  # the paper's naive method differentiates the search for h
+    "naive": TABLE["naive_search"].gradient,
+    "naive, h detached": TABLE["naive"].gradient,
+    **gradients("adjoint", "aca", "mali"),
+    "MALI exact": EXACT_INT64,
+}
 
 
 @dataclass(frozen=True)
@@ -61,7 +65,7 @@ def counts(config: AccountingConfig, field: str, method: str, steps: str) -> dic
         return f(t, z)
 
     controller = controllers(config)[steps]
-    how: Any = {"solver": tm.ALF(refresh="never"), "controller": controller, "gradient": METHODS[method]}
+    how: Any = {"solver": PUBLISHED_ALF, "controller": controller, "gradient": METHODS[method]}
     solution = tm.solve(counted, z0, (0.0, 1.0), **how)
     loss, stats, phase = solution.y[-1].square().sum(), solution.stats, "backward"
     is_naive = method.startswith("naive")
@@ -85,7 +89,7 @@ def counts(config: AccountingConfig, field: str, method: str, steps: str) -> dic
 
 def _reverse_solve(f: Any, z0: Tensor, controller: tm.StepController) -> dict[str, float]:
     """The steps N_r of a solve back in time alone, and by how much it misses z0."""
-    how: Any = {"solver": tm.ALF(refresh="never"), "controller": controller}
+    how: Any = {"solver": PUBLISHED_ALF, "controller": controller}
     with torch.no_grad():
         z = tm.solve(f, z0, (0.0, 1.0), **how).y[-1]
         solution = tm.solve(f, z, (1.0, 0.0), **how)
@@ -95,7 +99,7 @@ def _reverse_solve(f: Any, z0: Tensor, controller: tm.StepController) -> dict[st
 def peak(config: AccountingConfig, field: str, method: str, n: int) -> int:
     f, z0, _ = NETWORKS[field](config.seed)
     z0.requires_grad_()
-    how: Any = {"solver": tm.ALF(refresh="never"), "controller": tm.FixedStep(1 / n), "gradient": METHODS[method]}
+    how: Any = {"solver": PUBLISHED_ALF, "controller": tm.FixedStep(1 / n), "gradient": METHODS[method]}
     with LiveBytes() as live:
         tm.solve(f, z0, (0.0, 1.0), **how).y[-1].square().sum().backward()
     return live.peak

@@ -18,7 +18,7 @@ import torchmali as tm
 from experiments.engine.task import Config, Run
 from experiments.theory.controllers import Recorded, Trial
 from experiments.theory.problems import Problem, mlp, van_der_pol
-from experiments.theory.reconstruction import rebuild, refresh_times, relative, solve_forward
+from experiments.theory.reconstruction import arithmetic_of, rebuild, refresh_times, relative, solve_forward
 from experiments.theory.stability import significant
 
 
@@ -128,7 +128,7 @@ def reconstruction(config: ExplainConfig, eta: float, exact: bool) -> dict[str, 
     """Errors of z rebuilt from (z, v) at T alone, relative, in float32, until it is lost."""
     problem, solver = mlp(config.seed, 5.0).to(torch.float32), tm.ALF(eta=eta, refresh="never")
     controller = tm.FixedStep(problem.span / config.n_steps)
-    arithmetic = tm.MALI(exact=exact).arithmetic(problem.span)
+    arithmetic = arithmetic_of(tm.MALI(exact=exact), problem.span)
     end, tape = solve_forward(problem, solver, controller, arithmetic)
     errors = [(t, relative(z, kept)) for t, z, kept in rebuild(problem, solver, end, tape)]
     first_lost = next((i for i, (_, e) in enumerate(errors) if not e < 1e3), len(errors))

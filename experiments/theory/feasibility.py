@@ -6,7 +6,7 @@ bytes per image. Random pixels, fresh weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,9 +14,10 @@ from typing import Any
 import torch
 
 import torchmali as tm
+from experiments.engine.measure import one_step
 from experiments.engine.task import Config, Run
-from experiments.images import METHODS, NORMALISE, one_step
-from experiments.models.ode_resnet import RESNET, How, Normalise, resnet18
+from experiments.methods import METHODS, PUBLISHED_ALF, Solve, pick
+from experiments.models.ode_resnet import NORMALISE, RESNET, Normalise, resnet18
 
 LIMIT = 11e9  # bytes of the paper's GPUs
 PER_GPU = 64  # images of a batch of 256 on four
@@ -40,22 +41,24 @@ PRESETS = {
 }
 
 
-def ways(setting: str) -> dict[str, How]:
-    """Methods with a solver each; MALI has none but its own, whose memory does not depend on the steps as published."""
-    if setting == FIXED:
-        own = {name: How(METHODS[name].fixed, tm.FixedStep(0.25), METHODS[name].gradient) for name in NAMES}
-        return {"resnet": RESNET, **own}
-    tight = tm.AdaptiveStep(1e-5, 1e-5)
-    others = {name: How(tm.Dopri5(), tight, METHODS[name].gradient) for name in NAMES if name != "mali"}
-    return {**others, "mali": How(tm.ALF(refresh="never"), tm.FixedStep(1 / 32), tm.MALI())}
-
-
 NAMES = ("naive", "adjoint", "aca", "mali")
 
 
-def peak(config: FeasibilityConfig, stem: str, how: How, batch: int) -> dict[str, Any]:
+def solves_of(setting: str) -> dict[str, Solve]:
+    """Methods with a solver each.
+
+    MALI has none but its own, which takes fixed steps also where the others adapt: as published, its memory does not
+    depend on them.
+    """
+    if setting == FIXED:
+        return {"resnet": RESNET, **{name: METHODS[name].fixed_steps(0.25) for name in NAMES}}
+    others = {name: pick(name, solver=tm.Dopri5()).adaptive_steps(1e-5, 1e-5) for name in NAMES if name != "mali"}
+    return {**others, "mali": pick("mali", fixed=PUBLISHED_ALF).fixed_steps(1 / 32)}
+
+
+def peak(config: FeasibilityConfig, stem: str, solve: Solve, batch: int) -> dict[str, Any]:
     torch.manual_seed(config.seed)
-    network = resnet18(Normalise(*NORMALISE["folder"]), 1000, how, stem=stem)
+    network = resnet18(Normalise(*NORMALISE["folder"]), 1000, solve, stem=stem)
     x, y = torch.rand(batch, 3, config.side, config.side), torch.randint(1000, (batch,))
     found, stats = one_step(network, (x, y))
     return {
@@ -66,31 +69,31 @@ def peak(config: FeasibilityConfig, stem: str, how: How, batch: int) -> dict[str
     }
 
 
+def line_through(cells: Mapping[str, Any], name: str, sizes: tuple[int, ...]) -> dict[str, Any]:
+    """Bytes per image from two batch sizes, and what follows from them for a GPU."""
+    low, high = sizes
+    one, other = (cells[f"{name} / {n}"] for n in (low, high))
+    each = (other["peak"] - one["peak"]) / (high - low)
+    beside = 2 * 4 * one["parameters"]  # weights and momentum; gradients were counted
+    wanted = one["peak"] + each * (PER_GPU - low) + beside
+    return {
+        "same_steps": one["steps"] == other["steps"],  # else the line is a rough one
+        "bytes_per_image": each,
+        "bytes_for_64": wanted,
+        "fits": wanted <= LIMIT,
+        "largest_batch": max(0, int((LIMIT - beside - one["peak"]) // each + low)),
+    }
+
+
 def main(config: FeasibilityConfig, run: Run) -> dict[str, Any]:
     sizes = {"large": config.batches_large, "small": config.batches_small}
     work: dict[str, Callable[[], Any]] = {}
+    measured: dict[str, tuple[int, ...]] = {}
     for stem in config.stems:
         for setting in config.settings:
-            for method, how in ways(setting).items():
+            for method, solve in solves_of(setting).items():
+                measured[f"{stem} / {setting} / {method}"] = sizes[stem]
                 for batch in sizes[stem]:
-                    work[f"{stem} / {setting} / {method} / {batch}"] = partial(peak, config, stem, how, batch)
+                    work[f"{stem} / {setting} / {method} / {batch}"] = partial(peak, config, stem, solve, batch)
     cells = run.pieces(work)
-    fits = {}
-    for stem in config.stems:
-        low, high = sizes[stem]
-        for setting in config.settings:
-            for method in ways(setting):
-                one, other = (cells[f"{stem} / {setting} / {method} / {n}"]["peak"] for n in (low, high))
-                each = (other - one) / (high - low)
-                parameters = cells[f"{stem} / {setting} / {method} / {low}"]["parameters"]
-                # Beside what was counted: weights and momentum; gradients were counted.
-                wanted = one + each * (PER_GPU - low) + 2 * 4 * parameters
-                steps = [cells[f"{stem} / {setting} / {method} / {n}"]["steps"] for n in (low, high)]
-                fits[f"{stem} / {setting} / {method}"] = {
-                    "same_steps": steps[0] == steps[1],  # else the line is a rough one
-                    "bytes_per_image": each,
-                    "bytes_for_64": wanted,
-                    "fits": wanted <= LIMIT,
-                    "largest_batch": max(0, int((LIMIT - 2 * 4 * parameters - one) // each + low)),
-                }
-    return {"cells": cells, "fits": fits}
+    return {"cells": cells, "fits": {name: line_through(cells, name, batches) for name, batches in measured.items()}}

@@ -17,16 +17,12 @@ import torch
 import torchmali as tm
 from experiments._core import LiveBytes
 from experiments.engine.task import Config, Run
+from experiments.methods import gradients, label
 from experiments.theory.problems import NETWORKS
 
-METHODS: dict[str, tm.GradientMethod] = {  # the adjoint's seminorm changes its steps, not its memory
-    "naive": tm.Naive(),
-    "naive through the search": tm.Naive(through_search=True),
-    "adjoint": tm.Adjoint(),
-    "ACA": tm.ACA(),
-    "MALI": tm.MALI(),
-    "MALI exact": tm.MALI(exact=True),
-}
+# The adjoint's seminorm changes its steps, not its memory.
+METHODS = gradients("naive", "naive_search", "adjoint", "aca", "mali", "exact")
+SEARCH = label("naive_search")  # with fixed steps there is no search
 
 
 @dataclass(frozen=True)
@@ -74,7 +70,7 @@ def main(config: MemoryConfig, run: Run) -> dict[str, Any]:
     for field in config.fields:
         for method in METHODS:
             for n in config.steps:
-                if method != "naive through the search":  # there is no search
+                if method != SEARCH:
                     work[f"{field} / {method} / N {n}"] = partial(peak, config, field, method, tm.FixedStep(1 / n))
             for tolerance in config.tolerances:
                 controller = tm.AdaptiveStep(tolerance, tolerance)
@@ -86,7 +82,7 @@ def main(config: MemoryConfig, run: Run) -> dict[str, Any]:
         )
         for field in config.fields
         for method in METHODS
-        if method != "naive through the search"
+        if method != SEARCH
     }
     sizes = {field: NETWORKS[field](config.seed, torch.float64).z0.nbytes for field in config.fields}
     return {"cells": cells, "fits": fits, "state_bytes": sizes}

@@ -17,6 +17,16 @@ from experiments._core import Floats, Refresh, Rescale, State, Step, Structure, 
 from experiments.theory.problems import Problem
 
 
+def is_exact(gradient: tm.GradientMethod) -> bool:
+    """Tell whether a gradient method solves on integers."""
+    return isinstance(gradient, tm.MALI) and bool(gradient.exact)
+
+
+def arithmetic_of(gradient: tm.GradientMethod, span: float) -> Any:
+    """Return the numbers that a gradient method solves with, for `solve_forward`."""
+    return gradient.arithmetic(span) if isinstance(gradient, tm.MALI) else Floats
+
+
 def solve_forward(
     problem: Problem, solver: tm.Solver, controller: tm.StepController, arithmetic: Any = Floats
 ) -> tuple[State, Tape]:

@@ -19,8 +19,17 @@ from torch import Tensor
 import torchmali as tm
 from experiments._core import Floats, Slope
 from experiments.engine.task import Config, Run
+from experiments.methods import METHODS as TABLE
+from experiments.methods import PUBLISHED_ALF, SOLVERS, Method
 from experiments.theory.problems import Problem, mlp, van_der_pol
-from experiments.theory.reconstruction import rebuild, relative, replayed_gradient, solve_forward
+from experiments.theory.reconstruction import (
+    arithmetic_of,
+    is_exact,
+    rebuild,
+    relative,
+    replayed_gradient,
+    solve_forward,
+)
 
 DIGITS = 6
 
@@ -251,7 +260,7 @@ def global_order(config: StabilityConfig, eta: float) -> dict[str, Any]:
 
 
 GRADIENTS = {  # solver: steps of the coarsest grid. Finer ones of the higher orders meet round-off.
-    "ALF": (tm.ALF(refresh="never"), 50),
+    "ALF": (PUBLISHED_ALF, 50),
     "alf4": (tm.ALF(order=4, refresh="never"), 8),
     "alf6": (tm.ALF(order=6, refresh="never"), 8),
     "ALF, eta = 0.95": (tm.ALF(eta=0.95), 50),
@@ -281,13 +290,13 @@ def gradient_order(config: StabilityConfig, name: str) -> dict[str, Any]:
 # Theorem 2.1: the way back.
 
 REVERSED = {
-    "Euler": tm.Euler(),
-    "midpoint": tm.Midpoint(),
-    "Bosh3": tm.Bosh3(),
-    "RK4": tm.RK4(),
-    "Dopri5": tm.Dopri5(),
-    "ALF solved back": tm.ALF(refresh="never"),
-    "ALF inverse": tm.ALF(refresh="never"),
+    "Euler": SOLVERS["Euler"],
+    "midpoint": SOLVERS["RK2"],
+    "Bosh3": SOLVERS["RK23"],
+    "RK4": SOLVERS["RK4"],
+    "Dopri5": SOLVERS["Dopri5"],
+    "ALF solved back": PUBLISHED_ALF,
+    "ALF inverse": PUBLISHED_ALF,
 }
 
 
@@ -298,7 +307,7 @@ def reverse_order(config: StabilityConfig, name: str) -> dict[str, Any]:
     for n in counts:
         controller = tm.FixedStep(problem.span / n)
         if name == "ALF inverse":
-            *_, (_, z, _) = rebuild(problem, tm.ALF(refresh="never"), *solve_forward(problem, solver, controller))
+            *_, (_, z, _) = rebuild(problem, PUBLISHED_ALF, *solve_forward(problem, solver, controller))
         else:
             z = there_and_back(problem, solver, controller)
         errors.append(relative(z, problem.z0))
@@ -314,56 +323,52 @@ def there_and_back(problem: Problem, solver: tm.Solver, controller: tm.StepContr
     return z
 
 
-class Method(NamedTuple):
-    solver: tm.Solver
-    gradient: tm.GradientMethod
-    dtype: torch.dtype
+class Compared(NamedTuple):
+    """A method, and the numbers it computes with."""
 
-    def arithmetic(self, span: float) -> Any:
-        return self.gradient.arithmetic(span) if isinstance(self.gradient, tm.MALI) else Floats
+    method: Method
+    dtype: torch.dtype
 
 
 METHODS = {
-    "adjoint": Method(tm.Dopri5(), tm.Adjoint(), torch.float64),
-    "MALI": Method(tm.ALF(), tm.MALI(), torch.float64),
-    "MALI float32": Method(tm.ALF(), tm.MALI(), torch.float32),
-    "MALI exact": Method(tm.ALF(), tm.MALI(exact=True), torch.float32),
-    "MALI as published": Method(tm.ALF(refresh="never"), tm.MALI(checkpoint_every=None), torch.float64),
-    "alf4": Method(tm.ALF(order=4), tm.MALI(), torch.float64),
+    "adjoint": Compared(TABLE["adjoint"], torch.float64),
+    "MALI": Compared(TABLE["mali"], torch.float64),
+    "MALI float32": Compared(TABLE["mali"], torch.float32),
+    "MALI exact": Compared(TABLE["exact"], torch.float32),
+    "MALI as published": Compared(TABLE["published"], torch.float64),
+    "alf4": Compared(TABLE["alf4"], torch.float64),
 }
 
 
 def reverse_error(config: StabilityConfig, problem: Problem, name: str, tolerance: float) -> dict[str, Any]:
     """How well a method meets z(0) again, and its gradient against the exact one of the same discrete solve."""
-    method, controller = METHODS[name], tm.AdaptiveStep(tolerance, tolerance / 10, max_steps=config.max_attempts)
-    problem, found = problem.to(method.dtype), {}
-    how: Any = {"solver": method.solver, "controller": controller}
+    compared, controller = METHODS[name], tm.AdaptiveStep(tolerance, tolerance / 10, max_steps=config.max_attempts)
+    problem, solver, own = problem.to(compared.dtype), compared.method.solver, compared.method.gradient
     try:
-        end, tape = solve_forward(problem, method.solver, controller, method.arithmetic(problem.span))
+        end, tape = solve_forward(problem, solver, controller, arithmetic_of(own, problem.span))
     except tm.SolverError as error:
         return {"failed": f"on the way forward: {_first_sentence(error)}"}
+    found: dict[str, Any] = {"steps": tape.n_steps}
     try:
-        if isinstance(method.solver, tm.ReversibleSolver):
-            errors = [relative(z, kept) for _, z, kept in rebuild(problem, method.solver, end, tape)]
+        if isinstance(solver, tm.ReversibleSolver):
+            errors = [relative(state.z, state.original) for state in rebuild(problem, solver, end, tape)]
             found |= {"back": significant(errors[-1]), "worst": significant(max(errors))}
         else:
-            found["back"] = significant(relative(there_and_back(problem, method.solver, controller), problem.z0))
+            found["back"] = significant(relative(there_and_back(problem, solver, controller), problem.z0))
     except tm.SolverError as error:
         found["back failed"] = _first_sentence(error)
+    how: Any = {"solver": solver, "controller": controller}
     # ACA takes the steps of floats; the solve on integers has its own.
-    on_integers = method.gradient.on_integers
     discrete = (
-        replayed_gradient(problem, method.solver, tape)
-        if on_integers
-        else gradient(problem, **how, gradient=tm.ACA())[0]
+        replayed_gradient(problem, solver, tape) if is_exact(own) else gradient(problem, **how, gradient=tm.ACA())[0]
     )
     try:
-        own, stats = gradient(problem, **how, gradient=method.gradient)
-        found |= {"gradient": significant(relative(own, discrete)), "rejected": stats.n_rejected}
+        g, stats = gradient(problem, **how, gradient=own)
+        found |= {"gradient": significant(relative(g, discrete)), "rejected": stats.n_rejected}
         found |= {"refreshes": stats.n_refreshes, "reruns": stats.n_reruns}
     except tm.SolverError as error:
         found["gradient failed"] = _first_sentence(error)
-    return {"steps": tape.n_steps, **found}
+    return found
 
 
 def _first_sentence(error: Exception) -> str:
@@ -372,14 +377,14 @@ def _first_sentence(error: Exception) -> str:
 
 def finest(config: StabilityConfig, title: str, name: str) -> float:
     """The smallest tolerance that a method is asked to meet."""
-    method = METHODS[name]
+    method, dtype = METHODS[name]
     if not isinstance(method.solver, tm.ALF):
         return 0.0
     limit = config.finest[method.solver.order // 4]
     if title == HARDEST:  # it takes the most steps, and the others add nothing
         return 10 * limit if name in ("MALI", "alf4") else math.inf
-    if method.dtype == torch.float32:  # round-off would show; integers take time
-        return max(limit, 1e-3 if method.gradient.on_integers else 1e-4)
+    if dtype == torch.float32:  # round-off would show; integers take time
+        return max(limit, 1e-3 if is_exact(method.gradient) else 1e-4)
     return limit
 
 

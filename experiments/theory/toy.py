@@ -21,6 +21,7 @@ from torch import Tensor
 import torchmali as tm
 from experiments.engine.measure import graph_depth
 from experiments.engine.task import Config, Run
+from experiments.methods import EXACT_INT64, METHODS, SOLVERS, Method, label, pick
 from experiments.theory.problems import Problem, linear_field
 from experiments.theory.reconstruction import accepted_steps, solve_forward
 
@@ -43,22 +44,13 @@ PRESETS = {
     "paper": ToyConfig(long=tuple(20.0 + 2 * i for i in range(11)), short=tuple(0.1 * i for i in range(1, 11))),
 }
 
-PUBLISHED, REFRESHED = tm.ALF(refresh="never"), tm.ALF()
-DOPRI5, HEUN = tm.Dopri5(), tm.HeunEuler()
-SOLVES: dict[str, tuple[tm.Solver, tm.GradientMethod]] = {
-    "naive, Dopri5": (DOPRI5, tm.Naive()),
-    "adjoint, Dopri5": (DOPRI5, tm.Adjoint()),
-    "seminorm, Dopri5": (DOPRI5, tm.Adjoint(seminorm=True)),
-    "naive, Heun-Euler": (HEUN, tm.Naive()),
-    "adjoint, Heun-Euler": (HEUN, tm.Adjoint()),
-    "ACA, Heun-Euler": (HEUN, tm.ACA()),
-    "naive, ALF": (REFRESHED, tm.Naive()),
-    "adjoint, ALF": (REFRESHED, tm.Adjoint()),
-    "ACA, ALF": (REFRESHED, tm.ACA()),
-    "MALI": (REFRESHED, tm.MALI()),
-    "MALI as published": (PUBLISHED, tm.MALI(checkpoint_every=None)),
-    "MALI alf4": (tm.ALF(order=4), tm.MALI()),
-    "MALI exact": (REFRESHED, tm.MALI(exact="int64")),
+ALF, HEUN = SOLVERS["ALF"], SOLVERS["Heun-Euler"]
+SOLVES: dict[str, Method] = {
+    **{f"{name}, Dopri5": METHODS[name] for name in ("naive", "adjoint", "seminorm")},
+    **{f"{label(name)}, Heun-Euler": pick(name, solver=HEUN) for name in ("naive", "adjoint", "aca")},
+    **{f"{label(name)}, ALF": pick(name, solver=ALF) for name in ("naive", "adjoint", "aca")},
+    **{label(name): METHODS[name] for name in ("mali", "published", "alf4")},
+    label("exact"): pick("exact", gradient=EXACT_INT64),
 }
 PEERS = ("torchdiffeq naive", "torchdiffeq adjoint")  # Dopri5; so that our baselines are no straw men
 PANELS = {  # label: solve
@@ -111,8 +103,8 @@ def gradient_by(config: ToyConfig, name: str, alpha: float, span: float) -> dict
 
 
 def _ours(config: ToyConfig, name: str, z0: Tensor, a: Tensor, span: float) -> dict[str, Any]:
-    solver, gradient = SOLVES[name]
-    how: Any = {"solver": solver, "controller": adaptive(config), "gradient": gradient}
+    method = SOLVES[name]
+    how: Any = {"solver": method.solver, "controller": adaptive(config), "gradient": method.gradient}
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         solution = tm.solve(linear_field, z0, (0.0, span), **how, args=(a,))
@@ -160,7 +152,7 @@ def discrete(config: ToyConfig, alpha: float, span: float) -> list[float] | None
     """
     z0, theta = (torch.tensor(x, dtype=torch.float64) for x in (Z0, alpha))
     try:
-        _, tape = solve_forward(Problem(linear_field, z0, (theta,), span), REFRESHED, adaptive(config))
+        _, tape = solve_forward(Problem(linear_field, z0, (theta,), span), ALF, adaptive(config))
     except tm.SolverError:
         return None
     z, dz0, dalpha = Z0, 1.0, 0.0  # the value, and its derivatives
@@ -181,7 +173,7 @@ def return_error(config: ToyConfig, alpha: float, span: float) -> float | None:
     try:
         with torch.no_grad():
             for times in ((0.0, span), (span, 0.0)):
-                z = tm.solve(linear_field, z, times, solver=REFRESHED, controller=adaptive(config), args=(a,)).y[-1]
+                z = tm.solve(linear_field, z, times, solver=ALF, controller=adaptive(config), args=(a,)).y[-1]
     except tm.SolverError:
         return None
     return abs(float(z) - Z0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from experiments.show import Cell, Claim, Found, Shown, Table
-from experiments.theory.feasibility import LIMIT, PER_GPU, TIGHT, ways
+from experiments.theory.feasibility import LIMIT, PER_GPU, TIGHT, solves_of
 from experiments.views.images import NAMES, verdict
 
 STEMS = {"large": "7 x 7, pooled (torchvision)", "small": "3 x 3 (reference code)"}
@@ -14,7 +14,7 @@ def show(found: list[Found]) -> Shown:
     rows, held, parts = [], [], []
     for stem in record.config["stems"]:
         for setting in record.config["settings"]:
-            for method in ways(setting):
+            for method in solves_of(setting):
                 fit = record.results["fits"][f"{stem} / {setting} / {method}"]
                 solver = "ALF, h 1/32" if (method, setting) == ("mali", TIGHT) else setting
                 texts = [f"{fit['bytes_per_image'] / 1e6:.0f}", f"{fit['bytes_for_64'] / 1e9:.1f}"]

@@ -17,8 +17,8 @@ from matplotlib.figure import Figure
 from PIL import Image
 from torch import Tensor
 
-from experiments.densities import LIMIT, N_CELLS, N_TIMES
-from experiments.flows import unpacked
+from experiments.flows.images import unpacked
+from experiments.flows.plane import LIMIT, N_CELLS, N_TIMES
 from experiments.show import COLORS, Cell, Claim, Found, Picture, Shown, Table, bare, log_time
 from experiments.views.images import Groups, commands, seeds_of, spread, together, verdict
 from experiments.views.series import chosen

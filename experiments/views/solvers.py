@@ -9,8 +9,8 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from experiments.images.solvers import ADAPTIVE, ATTACKERS, FIXED
 from experiments.show import COLORS, Cell, Claim, Found, Picture, Shown, Table, bare, short
-from experiments.solvers import ADAPTIVE, ATTACKERS, FIXED
 from experiments.views.images import NAMES, TITLES, commands, verdict
 
 Groups = dict[str, list[Found]]  # by method

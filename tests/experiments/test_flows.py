@@ -13,15 +13,16 @@ import pytest
 import torch
 
 import torchmali as tm
-from experiments import densities, flows
 from experiments.catalogue import EXPERIMENTS
 from experiments.data.source import DataError
-from experiments.density import Density
 from experiments.engine import task as tasks
 from experiments.engine.queue import Options, perform
 from experiments.engine.record import Record
 from experiments.engine.task import BadOption, Run, Task
-from experiments.images import as_published
+from experiments.flows import images as flows
+from experiments.flows import plane as densities
+from experiments.flows.images import ImageFlow
+from experiments.methods import published_tolerances
 from experiments.models import ffjord
 from experiments.models.ffjord import FFJORD, Logit, bits_per_dim, log_prob
 from experiments.show import Found
@@ -110,7 +111,7 @@ def test_a_flow_that_stands_still_has_the_density_of_its_base():
 @pytest.mark.parametrize("shape", [(1, 8, 8), (1, 14, 14), (3, 16, 16)])
 def test_images_come_back(shape):
     made, x = flow(shape, torch.float32, trace=Hutchinson(), **PUBLISHED), torch.rand(2, *shape)
-    with as_published():
+    with published_tolerances():
         mapped = made(x)
         back = made.inverse(mapped.z)
     assert (
@@ -142,9 +143,9 @@ def test_regularisers_are_in_the_loss_with_the_weights_of_the_method(method):
     with torch.no_grad():
         for p in made.parameters():
             p.add_(0.2 * torch.randn_like(p))
-    module = Density(made, 17, flows.weight(config), 1e-3, 50)
+    module = ImageFlow(made, 17, flows.weight(config), 1e-3, 50)
     pixels, noise = torch.randint(17, (8, 1, 8, 8)).float(), torch.rand(8, 1, 8, 8)
-    with as_published():
+    with published_tolerances():
         loss, bits = module.loss(pixels, noise)
     weight = {"mali": 0.05, "aca": 0.05, "rnode": 0.01, "vanilla": 0.0}[method]
     assert module.weight == weight
@@ -224,9 +225,9 @@ def test_published_settings_are_those_of_each_method(preset):
     wanted = {"vanilla": (1e-5, 1e-5, 0.0), "seminorm": (1e-5, 1e-5, 0.0), "mali": (1e-2, 1e-3, 0.05)}
     for method, (rtol, atol, weight) in wanted.items():
         config = dataclasses.replace(flows.PRESETS[preset], method=method)
-        assert flows.controller(config) == tm.AdaptiveStep(rtol, atol, h0=0.25)
+        assert flows.solve_of(config).controller == tm.AdaptiveStep(rtol, atol, h0=0.25)
         assert flows.weight(config) == (0.01 if weight and preset == "paper-imagenet64" else weight)
-    assert flows.controller(dataclasses.replace(flows.PRESETS[preset], method="rnode")) == tm.FixedStep(0.25)
+    assert flows.solve_of(dataclasses.replace(flows.PRESETS[preset], method="rnode")).controller == tm.FixedStep(0.25)
     assert flows.weight(dataclasses.replace(flows.PRESETS[preset], method="rnode")) == 0.01
 
 

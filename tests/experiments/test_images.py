@@ -21,21 +21,23 @@ import torch
 from torch import nn
 
 import torchmali as tm
-from experiments import images, solvers
-from experiments.augment import crop_and_flip
 from experiments.catalogue import EXPERIMENTS
 from experiments.data import DataError, cifar
+from experiments.data.augment import crop_and_flip
 from experiments.engine import task as tasks
 from experiments.engine.batches import even_shares
 from experiments.engine.queue import Options, perform
 from experiments.engine.record import Record
 from experiments.engine.task import BadOption, Run, Task
+from experiments.images import recognition as images
+from experiments.images import solvers
+from experiments.methods import Solve
 from experiments.models import ode_resnet
-from experiments.models.ode_resnet import RESNET, How, Normalise
+from experiments.models.ode_resnet import RESNET, Normalise
 from experiments.theory.controllers import UnguardedLastStep, reference_end
 
 ROOT = Path(__file__).parents[2]
-MALI = How(tm.ALF(), tm.FixedStep(0.25), tm.MALI())
+MALI = Solve(tm.ALF(), tm.FixedStep(0.25), tm.MALI())
 
 
 def normalise(n: int) -> Normalise:
@@ -192,14 +194,14 @@ def test_every_batch_is_shared_evenly():
 
 @pytest.mark.parametrize("method", ["naive", "adjoint", "aca", "mali"])
 def test_synchronised_norms_get_methods_that_evaluate_f_equally_often(method):
-    way = images.how(images.ImagesConfig(norm="sync", h=0.25, method=method))
-    assert way.gradient.unsteady(way.solver, way.controller) == []
+    solve = images.solve_of(images.ImagesConfig(norm="sync", h=0.25, method=method))
+    assert solve.gradient.unsteady(solve.solver, solve.controller) == []
 
 
 @pytest.mark.parametrize("changes", [{"method": "exact", "h": 0.25}, {"method": "mali"}])
 def test_synchronised_norms_refuse_the_others(changes):
     with pytest.raises(BadOption, match="as many evaluations of f in every process"):
-        images.how(images.ImagesConfig(norm="sync", **changes))
+        images.solve_of(images.ImagesConfig(norm="sync", **changes))
 
 
 def test_a_truncated_cifar_batch_is_told(tmp_path):

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 import torchmali as tm
-from experiments import latent, paths
 from experiments.catalogue import EXPERIMENTS
 from experiments.data import DataError, speech
 from experiments.engine import task as tasks
@@ -22,6 +21,7 @@ from experiments.engine.task import BadOption, Run, Task
 from experiments.models.latent_ode import STD, Encoder, Gate, LatentODE
 from experiments.models.neural_cde import CDEClassifier
 from experiments.models.recurrent import Recurrent
+from experiments.series import latent, paths
 
 TIMES = torch.arange(6, dtype=torch.float64) / 200
 

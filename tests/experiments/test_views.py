@@ -11,8 +11,8 @@ import pytest
 
 from experiments import report
 from experiments.engine.record import Record
+from experiments.images.solvers import ADAPTIVE, ATTACKERS, FIXED
 from experiments.show import Cell, Found
-from experiments.solvers import ADAPTIVE, ATTACKERS, FIXED
 from experiments.views import feasibility, flows, images, series, solvers
 
 

@@ -13,8 +13,10 @@ from torch import Tensor, nn
 
 import torchmali as tm
 from experiments.engine.batches import InMemory
-from experiments.engine.task import BadOption, Config, Run
-from experiments.flows import packed
+from experiments.engine.task import Config, Run, require_known
+from experiments.engine.trainer import LoggingModule, log_solves, train
+from experiments.flows.evaluation import ACCURATE, solved_by
+from experiments.flows.images import packed
 from experiments.models.ffjord import Field
 from torchmali.nn import CNF, ExactTrace
 
@@ -81,6 +83,37 @@ def gaussian_nats(train: Tensor, test: Tensor) -> float:
 # Training
 
 
+class PlaneFlow(LoggingModule):
+    """A flow of points, trained by maximum likelihood."""
+
+    def __init__(self, network: CNF, lr: float, epochs: int):
+        super().__init__()
+        self.network, self.lr, self.epochs = network, lr, epochs
+
+    def training_step(self, batch: tuple[Tensor], batch_idx: int) -> Tensor:
+        nats = -self.network.log_prob(batch[0]).mean()
+        self.note("train_nats", nats, batch)
+        return nats
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        log_solves(self, self.network)
+
+    def validation_step(self, batch: tuple[Tensor], batch_idx: int) -> None:
+        self.note("validation_nats", self.nats(batch[0]), batch)
+
+    def test_step(self, batch: tuple[Tensor], batch_idx: int) -> None:
+        self.note("test_nats", self.nats(batch[0]), batch)
+
+    def nats(self, x: Tensor) -> Tensor:
+        with solved_by([self.network], ACCURATE):
+            return -self.network.log_prob(x).mean()
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.Adam(self.parameters(), self.lr)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, self.epochs)
+        return {"optimizer": optimizer, "lr_scheduler": schedule}
+
+
 def flow(config: DensitiesConfig) -> CNF:
     """With MALI, and ALF of order 4."""
     return CNF(
@@ -89,15 +122,11 @@ def flow(config: DensitiesConfig) -> CNF:
 
 
 def main(config: DensitiesConfig, run: Run) -> dict[str, Any]:
-    from experiments.density import Plane  # takes seconds: not for a list of experiments
-    from experiments.engine.trainer import train
-
-    if config.data not in DATA:
-        raise BadOption(f"There is no data {config.data!r}; there are {', '.join(DATA)}.")
+    require_known("data", config.data, DATA)
     sizes = (config.n, max(1, config.n // 10), max(1, config.n // 10))
     sets = [DATA[config.data](n, run.generator("data", i)) for i, n in enumerate(sizes)]
     batches = InMemory((sets[0],), (sets[1],), (sets[2],), config.batch, batch_in_tests=1000)
-    make = lambda: Plane(flow(config), config.lr, config.epochs)  # noqa: E731
+    make = lambda: PlaneFlow(flow(config), config.lr, config.epochs)  # noqa: E731
     done = train(run, make, batches, config.epochs, best="validation_nats", lowest=True)
     network: Any = done.module.network
     return {
@@ -124,11 +153,9 @@ def quantised(x: Tensor) -> str:
 @torch.no_grad()
 def density(network: CNF) -> dict[str, Any]:
     """On a grid of cells, from 0 to the highest as 0 to 255; and the part of all that lies in the picture."""
-    from experiments.density import ACCURATE, resolved
-
     side = (torch.arange(N_CELLS) + 0.5) / N_CELLS * 2 * LIMIT - LIMIT
     points = torch.cartesian_prod(side, side).flip(1)  # rows from below
-    with resolved([network], ACCURATE):
+    with solved_by([network], ACCURATE):
         p = torch.cat([network.log_prob(part) for part in points.split(1600)]).exp()
     cell = (2 * LIMIT / N_CELLS) ** 2
     return {"cells": packed((p / p.max() * 255).round()), "highest": float(p.max()), "inside": float(p.sum() * cell)}

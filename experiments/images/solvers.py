@@ -12,12 +12,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import torchmali as tm
-from experiments.engine.task import BadOption, Run
-from experiments.images import Augmented, ImagesConfig, one_step, pixels, summary, trained
-from experiments.models.ode_resnet import RESNET, How, Network
+from experiments.engine.measure import one_step
+from experiments.engine.task import BadOption, Run, require_known
+from experiments.images.recognition import Augmented, ImagesConfig, pixels, summary, trained
+from experiments.methods import PUBLISHED_ALF, SOLVERS, Solve
+from experiments.models.ode_resnet import RESNET, Network
 from experiments.theory.controllers import UnguardedLastStep, reference_end
 
-METHODS = ("mali", "adjoint", "resnet")
+NAMES = ("mali", "adjoint", "resnet")
 
 
 @dataclass(frozen=True)
@@ -61,51 +63,45 @@ PRESETS = {
     ),
 }
 
-FIXED: dict[str, tm.Solver] = {
-    "ALF": tm.ALF(), "Euler": tm.Euler(), "RK2": tm.Midpoint(), "RK4": tm.RK4(), "ALF4": tm.ALF(order=4),
-}  # fmt: skip
-ADAPTIVE: dict[str, tm.Solver] = {
-    "ALF": tm.ALF(), "Heun-Euler": tm.HeunEuler(), "RK23": tm.Bosh3(), "Dopri5": tm.Dopri5(), "ALF4": tm.ALF(order=4),
-}  # fmt: skip
+FIXED = {name: SOLVERS[name] for name in ("ALF", "Euler", "RK2", "RK4", "ALF4")}
+ADAPTIVE = {name: SOLVERS[name] for name in ("ALF", "Heun-Euler", "RK23", "Dopri5", "ALF4")}
+AS_PUBLISHED = {"ALF": PUBLISHED_ALF, "ALF4": tm.ALF(order=4, refresh="never")}
 ATTACKERS = {  # with the tolerances of the paper's appendix
     "ALF": (0.1, 0.01), "Heun-Euler": (0.1, 0.01), "RK23": (1e-2, 1e-3), "Dopri5": (1e-4, 1e-5),
 }  # fmt: skip
 H0 = 0.25  # first step of adaptive solves, as in the reference code
 
 
-AS_PUBLISHED = {"ALF": tm.ALF(refresh="never"), "ALF4": tm.ALF(order=4, refresh="never")}
-
-
-def fixed(name: str, h: float, as_reference: bool = False) -> How:
+def fixed(name: str, h: float, as_reference: bool = False) -> Solve:
     if as_reference:
-        return How(AS_PUBLISHED.get(name, FIXED[name]), tm.FixedStep(h), tm.Naive(), reference_end(h))
-    return How(FIXED[name], tm.FixedStep(h), tm.Naive())
+        return Solve(AS_PUBLISHED.get(name, FIXED[name]), tm.FixedStep(h), tm.Naive(), reference_end(h))
+    return Solve(FIXED[name], tm.FixedStep(h), tm.Naive())
 
 
-def adaptive(name: str, rtol: float, atol: float, as_reference: bool = False) -> How:
+def adaptive(name: str, rtol: float, atol: float, as_reference: bool = False) -> Solve:
     if as_reference:
-        return How(AS_PUBLISHED.get(name, ADAPTIVE[name]), UnguardedLastStep(rtol, atol, H0), tm.Naive())
-    return How(ADAPTIVE[name], tm.AdaptiveStep(rtol, atol, H0), tm.Naive())
+        return Solve(AS_PUBLISHED.get(name, ADAPTIVE[name]), UnguardedLastStep(rtol, atol, H0), tm.Naive())
+    return Solve(ADAPTIVE[name], tm.AdaptiveStep(rtol, atol, H0), tm.Naive())
 
 
 @torch.no_grad()
-def logits(network: Network, how: How, images: Tensor) -> Tensor:
-    network.resolved(how)
+def logits(network: Network, solve: Solve, images: Tensor) -> Tensor:
+    network.set_solve(solve)
     return torch.cat([network(part) for part in images.split(128)])
 
 
-def accuracy(network: Network, how: How, images: Tensor, labels: Tensor) -> float:
-    return float((logits(network, how, images).argmax(1) == labels).double().mean())
+def accuracy(network: Network, solve: Solve, images: Tensor, labels: Tensor) -> float:
+    return float((logits(network, solve, images).argmax(1) == labels).double().mean())
 
 
 def attacked(
-    network: Network, how: How, images: Tensor, labels: Tensor, epsilon: float, steps: int = 1, size: float = 1.0
+    network: Network, solve: Solve, images: Tensor, labels: Tensor, epsilon: float, steps: int = 1, size: float = 1.0
 ) -> Tensor:
     """FGSM: epsilon times the sign of the gradient of the loss, clamped to [0, 1]; with several steps: PGD.
 
     size: of a step, in parts of epsilon.
     """
-    network.resolved(how)
+    network.set_solve(solve)
     found = []
     for x, y in zip(images.split(128), labels.split(128), strict=True):
         moved = x
@@ -119,21 +115,21 @@ def attacked(
 
 
 def invariance(config: SolversConfig, network: Network, x: Tensor, y: Tensor) -> dict[str, Callable[[], float]]:
-    """Table 2: accuracy under other solvers, with ours and with the reference code's ways at the end."""
+    """Table 2: accuracy under other solvers, with the last step as ours is, and as the reference code has it."""
     work: dict[str, Callable[[], float]] = {}
     for version in ("corrected", "as reference"):
-        quirks = version == "as reference"
+        as_reference = version == "as reference"
         for name in FIXED:
             for h in config.sizes:
-                work[f"{version} / {name} / h {h:g}"] = partial(accuracy, network, fixed(name, h, quirks), x, y)
+                work[f"{version} / {name} / h {h:g}"] = partial(accuracy, network, fixed(name, h, as_reference), x, y)
         for name in ADAPTIVE:
             for tolerance in config.tolerances:
-                how = adaptive(name, tolerance, tolerance / 10, quirks)
-                work[f"{version} / {name} / tolerance {tolerance:g}"] = partial(accuracy, network, how, x, y)
+                solve = adaptive(name, tolerance, tolerance / 10, as_reference)
+                work[f"{version} / {name} / tolerance {tolerance:g}"] = partial(accuracy, network, solve, x, y)
     return work
 
 
-def ways(config: SolversConfig) -> dict[str, How]:
+def attacking_solves(config: SolversConfig) -> dict[str, Solve]:
     """The solvers of Table 3; a ResNet has one."""
     if config.method == "resnet":
         return {"Euler": RESNET}
@@ -143,23 +139,21 @@ def ways(config: SolversConfig) -> dict[str, How]:
 def attacks(config: SolversConfig, network: Network, x: Tensor, y: Tensor) -> dict[str, Callable[[], Any]]:
     """Table 3: accuracy after an attack with one solver, under others. One piece for each attack."""
 
-    def under_all(attacker: How, epsilon: float, **how: Any) -> dict[str, float]:
-        moved = attacked(network, attacker, x, y, epsilon / 255, **how)
-        return {name: accuracy(network, inference, moved, y) for name, inference in ways(config).items()}
+    def under_all(attacker: Solve, epsilon: float, steps: int = 1, size: float = 1.0) -> dict[str, float]:
+        moved = attacked(network, attacker, x, y, epsilon / 255, steps, size)
+        return {name: accuracy(network, inference, moved, y) for name, inference in attacking_solves(config).items()}
 
     work: dict[str, Callable[[], Any]] = {}
     for epsilon in config.epsilons:
-        for name, how in ways(config).items():
-            work[f"FGSM {epsilon:g} / {name}"] = partial(under_all, how, epsilon)
-        first, how = next(iter(ways(config).items()))
-        pgd = {"steps": config.pgd_steps, "size": 0.25}
-        work[f"PGD {epsilon:g} / {first}"] = partial(under_all, how, epsilon, **pgd)
+        for name, solve in attacking_solves(config).items():
+            work[f"FGSM {epsilon:g} / {name}"] = partial(under_all, solve, epsilon)
+        first, solve = next(iter(attacking_solves(config).items()))
+        work[f"PGD {epsilon:g} / {first}"] = partial(under_all, solve, epsilon, config.pgd_steps, 0.25)
     return work
 
 
 def main(config: SolversConfig, run: Run) -> dict[str, Any]:
-    if config.method not in METHODS:
-        raise BadOption(f"There is no method {config.method!r}; there are {', '.join(METHODS)}.")
+    require_known("method", config.method, NAMES)
     if config.data == "folder":
         raise BadOption("Other solvers are tried on images in memory: digits, mnist or cifar10.")
     done, found = trained(config, run)
@@ -179,7 +173,9 @@ def main(config: SolversConfig, run: Run) -> dict[str, Any]:
         **invariance(config, network, x, y),
         **attacks(config, network, x[:n], y[:n]),
         "ALF - RK2 at h 1": difference,
-        "clean": lambda: {name: accuracy(network, how, x[:n], y[:n]) for name, how in ways(config).items()},
+        "clean": lambda: {
+            name: accuracy(network, solve, x[:n], y[:n]) for name, solve in attacking_solves(config).items()
+        },
     }
     if config.method == "mali":
         batch = x[: config.batch], y[: config.batch]
@@ -191,8 +187,8 @@ def main(config: SolversConfig, run: Run) -> dict[str, Any]:
 def peak(network: Network, h: float, batch: tuple[Tensor, Tensor]) -> dict[str, int]:
     """A refresh keeps a state: as published there is none."""
     found = {}
-    for name, solver in (("as published", tm.ALF(refresh="never")), ("with refresh", tm.ALF())):
-        network.resolved(How(solver, tm.FixedStep(h), tm.MALI()))
+    for name, solver in (("as published", PUBLISHED_ALF), ("with refresh", tm.ALF())):
+        network.set_solve(Solve(solver, tm.FixedStep(h), tm.MALI()))
         found[name], stats = one_step(network, batch)
         found["refreshes"] = sum(each.n_refreshes for each in stats)
     return found

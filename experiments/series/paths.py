@@ -13,12 +13,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import torchmali as tm
-from experiments import ways
 from experiments.data import data_dir, digits, speech, vowels
 from experiments.data.source import DataError
 from experiments.engine.batches import InMemory
-from experiments.engine.task import BadOption, Config, Run
+from experiments.engine.measure import by_h, live_peak
+from experiments.engine.task import BadOption, Config, Run, require_known
+from experiments.engine.trainer import Classifier, train
 from experiments.models.neural_cde import CDEClassifier
+from experiments.series import solving
 from torchmali.nn import CubicControl, LinearControl, NeuralCDE
 
 SPLIT = 0
@@ -68,9 +70,9 @@ PRESETS = {
 
 def cde(config: PathsConfig) -> Callable[[nn.Module, nn.Module], NeuralCDE]:
     controls = {"cubic": CubicControl, "linear": LinearControl}
-    if config.control not in controls:
-        raise BadOption(f"There is no control {config.control!r}; there are {', '.join(controls)}.")
-    return partial(NeuralCDE, control=controls[config.control], **ways.way(config, naive=tm.RK4())._asdict())
+    require_known("control", config.control, controls)
+    solve = solving.solve_of(config, naive=tm.RK4())
+    return partial(NeuralCDE, control=controls[config.control], **solve.options())
 
 
 # Data
@@ -96,8 +98,7 @@ def _table(config: PathsConfig, place: Path | None, run: Run) -> Sets:
 
 
 def _speech(config: PathsConfig, place: Path | None, run: Run) -> Sets:
-    if config.split not in ("random", "speaker"):
-        raise BadOption(f"There is no split {config.split!r}; there are random, speaker.")
+    require_known("split", config.split, ("random", "speaker"))
     clips = speech.find(place)
     found = speech.features(clips, tell=lambda done, of: run.tell(0.0, f"reading {done} of {of} clips"))
     if found.n_dropped:
@@ -145,8 +146,7 @@ def load(config: PathsConfig, run: Run) -> Sets:
 
     Pixels are not scaled: those of the margins are dark but for a few, which would become huge.
     """
-    if config.data not in LOADERS:
-        raise BadOption(f"There is no data {config.data!r}; there are {', '.join(LOADERS)}.")
+    require_known("data", config.data, LOADERS)
     sets = LOADERS[config.data](config, data_dir(run.data_dir), run)
     first = 1 if config.data == "vowels" else 0  # the channel of time is there
     train, test = _taken(sets.train, config.n_train, "n_train"), _taken(sets.test, config.n_test, "n_test")
@@ -173,9 +173,6 @@ def _taken(part: Series, n: int | None, name: str) -> Series:
 
 
 def main(config: PathsConfig, run: Run) -> dict[str, Any]:
-    from experiments.engine.measure import by_h, live_peak
-    from experiments.engine.trainer import Classifier, train
-
     sets = load(config, run)
     if config.batch > len(sets.train.labels):
         raise BadOption(f"A batch of {config.batch} is more than the {len(sets.train.labels)} series to train with.")

@@ -2,32 +2,26 @@
 
 from __future__ import annotations
 
-import copy
 import os
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-import torchmali as tm
-from experiments.augment import crop_and_flip
 from experiments.data import cifar, data_dir, digits, folder, mnist
+from experiments.data.augment import crop_and_flip
 from experiments.data.source import DataError, Images
 from experiments.engine.batches import Parts, even_shares
-from experiments.engine.task import BadOption, Config, Run
+from experiments.engine.measure import one_step
+from experiments.engine.task import BadOption, Config, Run, require_known
+from experiments.engine.trainer import Classifier, Devices, Trained, train
+from experiments.methods import METHODS, Solve, published_tolerances
 from experiments.models import ode_resnet
-from experiments.models.ode_resnet import RESNET, How, Network, Normalise
-from torchmali.measure import LiveBytes
-
-if TYPE_CHECKING:
-    from experiments.engine.trainer import Trained
+from experiments.models.ode_resnet import NORMALISE, RESNET, Network, Normalise
 
 SPLIT = 0  # seed of the split; not the config's: every run is tested with the same images
 
@@ -111,47 +105,23 @@ FOLDER = {
 
 # Methods
 
-
-class Method(NamedTuple):
-    """With the solver and tolerances that the paper gives it; fixed: its solver for fixed steps."""
-
-    gradient: tm.GradientMethod
-    solver: tm.Solver
-    fixed: tm.Solver
-    rtol: float
-    atol: float
-
-
-METHODS = {
-    "naive": Method(tm.Naive(), tm.Dopri5(), tm.Midpoint(), 1e-5, 1e-5),
-    "adjoint": Method(tm.Adjoint(), tm.Dopri5(), tm.Midpoint(), 1e-5, 1e-5),
-    "seminorm": Method(tm.Adjoint(seminorm=True), tm.Dopri5(), tm.Midpoint(), 1e-5, 1e-5),
-    "aca": Method(tm.ACA(), tm.HeunEuler(), tm.HeunEuler(), 1e-1, 1e-2),
-    "mali": Method(tm.MALI(), tm.ALF(), tm.ALF(), 1e-1, 1e-2),
-    "alf4": Method(tm.MALI(), tm.ALF(order=4), tm.ALF(order=4), 1e-1, 1e-2),
-    "exact": Method(tm.MALI(exact=True), tm.ALF(), tm.ALF(), 1e-1, 1e-2),
-}
-NAMES = ("resnet", *METHODS)
-STEADY = {  # every process evaluates f equally often: no refresh, nothing solved again
+NAMES = ("resnet", "naive", "adjoint", "seminorm", "aca", "mali", "alf4", "exact")
+SYNCHRONOUS = {  # every process evaluates f equally often: no refresh, nothing solved again
     **{name: METHODS[name] for name in ("naive", "adjoint", "aca")},
-    "mali": Method(tm.MALI(checkpoint_every=None), tm.ALF(), tm.ALF(refresh="never"), 1e-1, 1e-2),
+    "mali": METHODS["published"],
 }
 
 
-def how(config: ImagesConfig) -> How:
+def solve_of(config: ImagesConfig) -> Solve:
+    """How the ODE blocks of a network are solved and differentiated."""
+    require_known("method", config.method, NAMES)
     if config.method == "resnet":
         return RESNET
-    if config.method not in METHODS:
-        raise BadOption(f"There is no method {config.method!r}; there are {', '.join(NAMES)}.")
-    method = STEADY.get(config.method) if config.norm == "sync" else METHODS[config.method]
+    method = SYNCHRONOUS.get(config.method) if config.norm == "sync" else METHODS[config.method]
     if method is None or (config.norm == "sync" and config.h is None):
         what = "SyncBatchNorm needs as many evaluations of f in every process"
-        raise BadOption(f"{what}: fixed steps (--set h=0.25), and one of the methods {', '.join(STEADY)}.")
-    if config.h is not None:
-        return How(method.fixed, tm.FixedStep(config.h), method.gradient)
-    rtol = method.rtol if config.rtol is None else config.rtol
-    atol = method.atol if config.atol is None else config.atol
-    return How(method.solver, tm.AdaptiveStep(rtol, atol), method.gradient)
+        raise BadOption(f"{what}: fixed steps (--set h=0.25), and one of the methods {', '.join(SYNCHRONOUS)}.")
+    return method.adaptive_steps(config.rtol, config.atol) if config.h is None else method.fixed_steps(config.h)
 
 
 # Data
@@ -316,8 +286,7 @@ class FolderBatches:
 
 def batches(config: ImagesConfig, given: Path | None) -> Augmented | FolderBatches:
     place = data_dir(given)
-    if config.data not in KNOWN:
-        raise BadOption(f"There is no data {config.data!r}; there are {', '.join(KNOWN)}.")
+    require_known("data", config.data, KNOWN)
     if min(config.batch, config.devices, config.epochs) < 1 or config.batch % config.devices:
         what = f"batch = {config.batch}, devices = {config.devices}, epochs = {config.epochs}"
         raise BadOption(f"{what}: all must be 1 or more, and the devices must divide the batch.")
@@ -340,29 +309,21 @@ def batches(config: ImagesConfig, given: Path | None) -> Augmented | FolderBatch
 
 # Networks
 
-NORMALISE = {  # mean and standard deviation of the pixels
-    "digits": ((0.31,), (0.38,)),
-    "mnist": ((0.1307,), (0.3081,)),
-    "cifar10": ((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)),
-    "folder": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
-}
 STRIDES = {"digits": 1, "mnist": 2, "cifar10": 2, "folder": 4}  # of the small networks' stem
 
 
 def network(config: ImagesConfig, n_classes: int) -> Network:
     normalise, norm = Normalise(*NORMALISE[config.data]), ode_resnet.NORMS.get(config.norm, ode_resnet.batch_norm)
-    n_in, stride = len(NORMALISE[config.data][0]), STRIDES[config.data]
-    made = {
-        "small": lambda: ode_resnet.small(normalise, n_classes, how(config), norm, n_in, stride),
-        "stack": lambda: ode_resnet.node_stack(normalise, n_classes, how(config), norm, n_in, stride),
-        "resnet18": lambda: ode_resnet.resnet18(normalise, n_classes, how(config), norm, "small", n_in),
-        "resnet18_large": lambda: ode_resnet.resnet18(normalise, n_classes, how(config), norm, "large", n_in),
+    n_in, stride, solve = len(NORMALISE[config.data][0]), STRIDES[config.data], solve_of(config)
+    make: dict[str, Callable[[], Network]] = {
+        "small": lambda: ode_resnet.small(normalise, n_classes, solve, norm, n_in, stride),
+        "stack": lambda: ode_resnet.node_stack(normalise, n_classes, solve, norm, n_in, stride),
+        "resnet18": lambda: ode_resnet.resnet18(normalise, n_classes, solve, norm, "small", n_in),
+        "resnet18_large": lambda: ode_resnet.resnet18(normalise, n_classes, solve, norm, "large", n_in),
     }
-    if config.network not in made:
-        raise BadOption(f"There is no network {config.network!r}; there are {', '.join(made)}.")
-    if config.norm not in (*ode_resnet.NORMS, "sync"):
-        raise BadOption(f"There is no norm {config.norm!r}; there are {', '.join((*ode_resnet.NORMS, 'sync'))}.")
-    found = made[config.network]()
+    require_known("network", config.network, make)
+    require_known("norm", config.norm, (*ode_resnet.NORMS, "sync"))
+    found = make[config.network]()
     for block in found.blocks():
         for part in block.modules():
             if isinstance(part, nn.BatchNorm2d):
@@ -376,8 +337,6 @@ def network(config: ImagesConfig, n_classes: int) -> Network:
 
 
 def trained(config: ImagesConfig, run: Run) -> tuple[Trained, Augmented | FolderBatches]:
-    from experiments.engine.trainer import Classifier, Devices, train
-
     if config.norm == "sync" and not torch.cuda.is_available():
         raise BadOption("SyncBatchNorm is for GPUs; without, --set norm=group does not depend on the processes either.")
     world = int(os.environ.get("WORLD_SIZE", "1"))
@@ -395,16 +354,8 @@ def trained(config: ImagesConfig, run: Run) -> tuple[Trained, Augmented | Folder
     )
     make = lambda: Classifier(network(config, found.n_classes), found.n_classes, optimizer, schedule)  # noqa: E731
     devices = Devices(config.devices, "auto", "auto" if config.devices == 1 else "ddp", config.precision)
-    with as_published():
+    with published_tolerances():
         return train(run, make, found, config.epochs, devices=devices), found
-
-
-@contextmanager
-def as_published() -> Iterator[None]:
-    """Without the warning that the paper's 1e-5 is near the round-off of float32: it is what is compared."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "rtol = 1e-05 is below 100 eps", tm.SolverWarning)
-        yield
 
 
 def main(config: ImagesConfig, run: Run) -> dict[str, Any]:
@@ -436,23 +387,3 @@ def _peak_of_a_step(run: Run, done: Trained, found: Augmented | FolderBatches) -
     batch: Any = next(iter(found.train(0, run.generator("order", 0), run.generator("subsample", 0))))
     network: Any = done.module.network
     return one_step(network, batch).peak_bytes
-
-
-def peak_bytes(network: nn.Module, batch: tuple[Tensor, Tensor]) -> int:
-    """Of live tensors, in a forward and backward pass."""
-    network.zero_grad(set_to_none=True)
-    with as_published(), LiveBytes() as live:
-        F.cross_entropy(network(batch[0]), batch[1]).backward()
-    return live.peak
-
-
-class OneStep(NamedTuple):
-    peak_bytes: int
-    stats: list[tm.Stats]
-
-
-def one_step(network: Network, batch: tuple[Tensor, Tensor]) -> OneStep:
-    """A forward and backward pass with a batch, of a copy: BatchNorm would remember it."""
-    twin = copy.deepcopy(network).train()
-    peak = peak_bytes(twin, batch)
-    return OneStep(peak, [block.last_stats for block in twin.blocks() if block.last_stats])

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from experiments.engine.task import Config, Run
-from experiments.flows import PRESETS as FLOWS
-from experiments.flows import network, peak_bytes, weight
+from experiments.flows.images import PRESETS as FLOWS
+from experiments.flows.images import ImageFlow, network, peak_bytes, weight
 from torchmali.nn import Hutchinson
 
 LIMIT = 8e9  # bytes
@@ -34,12 +34,10 @@ class FlowMemoryConfig(Config):
     noise: float = 0.02
 
 
-RUNS = {"smoke": FlowMemoryConfig(side=4, tolerances=(1e-2, 1e-3)), "cpu": FlowMemoryConfig()}
+PRESETS = {"smoke": FlowMemoryConfig(side=4, tolerances=(1e-2, 1e-3)), "cpu": FlowMemoryConfig()}
 
 
 def cell(config: FlowMemoryConfig, method: str, tolerance: float, batch: int) -> dict[str, Any]:
-    from experiments.density import Density
-
     flow = replace(FLOWS[config.of], method=method, rtol=tolerance, atol=tolerance / 10)
     torch.manual_seed(config.seed)
     made = network(flow, (3, config.side, config.side))
@@ -48,7 +46,7 @@ def cell(config: FlowMemoryConfig, method: str, tolerance: float, batch: int) ->
             last: Any = cnf.func.layers[-1].layer
             last.weight.normal_(std=config.noise)
             cnf.trace = Hutchinson(same_for_all)
-    module = Density(made, 256, weight(flow), flow.lr, flow.warmup)
+    module = ImageFlow(made, 256, weight(flow), flow.lr, flow.warmup)
     pixels = torch.randint(256, (1, 3, config.side, config.side)).float().repeat(batch, 1, 1, 1)
     peak = peak_bytes(module, pixels)
     stats = [cnf.last_stats for cnf in made.flows()]

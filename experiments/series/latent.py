@@ -12,14 +12,16 @@ import torch
 from torch import Tensor, nn
 
 import torchmali as tm
-from experiments import ways
 from experiments.data import data_dir, hopper
 from experiments.data.source import DataError
 from experiments.engine.batches import Parts
+from experiments.engine.measure import by_h, live_peak
 from experiments.engine.record import RUNS
 from experiments.engine.task import Config, Run
-from experiments.models.latent_ode import LatentODE
+from experiments.engine.trainer import LoggingModule, log_solves, train
+from experiments.models.latent_ode import LatentODE, Loss, errors, log_likelihood
 from experiments.models.recurrent import Recurrent
+from experiments.series import solving
 from torchmali.nn import ODEBlock
 
 WINDOWS = 1991  # seed of the published windows
@@ -60,17 +62,17 @@ PRESETS = {
     "paper": LatentConfig(n=10_000, hidden=30, units=300, gru_units=100, layers=3, epochs=300, kl_wait=10),
 }
 NETWORKS = ("rnn", "gru_d")
-METHODS = (*ways.METHODS, *NETWORKS)
+NAMES = (*solving.NAMES, *NETWORKS)
 
 
 def block(config: LatentConfig, times: Sequence[float]) -> Callable[[nn.Module], ODEBlock]:
     """The generative solve."""
-    how = ways.way(config, naive=tm.Dopri5(), adaptive=(*ways.ADAPTIVE, "naive", "aca"))
-    return partial(ODEBlock, t=times, all_outputs=True, **how._asdict())
+    solve = solving.solve_of(config, naive=tm.Dopri5(), adaptive=(*solving.ADAPTIVE, "naive", "aca"))
+    return partial(ODEBlock, t=times, all_outputs=True, **solve.options())
 
 
 def network(config: LatentConfig, times: Sequence[float]) -> nn.Module:
-    ways.check(config, METHODS)
+    solving.check(config, NAMES)
     if config.method in NETWORKS:
         return Recurrent(hopper.N_CHANNELS, config.latent, config.units, decays=config.method == "gru_d")
     sizes = (hopper.N_CHANNELS, config.latent, config.hidden, config.units, config.gru_units, config.layers)
@@ -125,18 +127,53 @@ class Gappy:
 # Training
 
 
-def main(config: LatentConfig, run: Run) -> dict[str, Any]:
-    from experiments.engine.measure import live_peak
-    from experiments.engine.trainer import train
-    from experiments.filling import Filling  # takes seconds: not for a list of experiments
+class GapFiller(LoggingModule):
+    """A network that fills gaps, with the published loss and optimizer (Adamax, lr falls by 0.1 % a step)."""
 
+    def __init__(self, network: nn.Module, times: Tensor, lr: float, kl_wait: int):
+        super().__init__()
+        self.network, self.times, self.lr, self.kl_wait = network, times, lr, kl_wait
+
+    def loss(self, batch: tuple[Tensor, ...], kl_weight: float) -> Loss:
+        x, values, mask = batch
+        if isinstance(self.network, LatentODE):
+            return self.network.loss(x, values, mask, self.times, kl_weight)
+        found = self.network(values, mask, self.times)
+        return Loss(-log_likelihood(found, x).mean(), *errors(found, x))
+
+    def training_step(self, batch: tuple[Tensor, ...], batch_idx: int) -> Tensor:
+        over = self.current_epoch - self.kl_wait
+        loss = self.loss(batch, 0.0 if over < 0 else 1 - 0.99**over)
+        self.note("train_loss", loss.total, batch)
+        self.note("train_mse", loss.mse, batch)
+        return loss.total
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if isinstance(self.network, LatentODE):
+            log_solves(self, self.network.generate)
+
+    def validation_step(self, batch: tuple[Tensor, ...], batch_idx: int) -> None:
+        self.note("validation_mse", self.loss(batch, 0.0).mse, batch)
+
+    def test_step(self, batch: tuple[Tensor, ...], batch_idx: int) -> None:
+        loss = self.loss(batch, 0.0)
+        self.note("test_mse", loss.mse, batch)
+        self.note("test_mse_later", loss.later, batch)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.Adamax(self.parameters(), self.lr)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0.1, 0.999**step))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def main(config: LatentConfig, run: Run) -> dict[str, Any]:
     found, source = trajectories(config, run)
     train_set, test_set = hopper.train_test(found)
     times = hopper.times(train_set.shape[1])
     batches = Gappy(train_set, test_set, config.fraction, config.batch, run.seed("gaps of the test"))
 
-    def make() -> Filling:
-        return Filling(network(config, times.tolist()), times, config.lr, config.kl_wait)
+    def make() -> GapFiller:
+        return GapFiller(network(config, times.tolist()), times, config.lr, config.kl_wait)
 
     batch = next(iter(batches.train(0, run.generator(), run.generator())))
     run.so_far = {
@@ -194,8 +231,6 @@ def one_step(module: Any, batch: tuple[Tensor, ...]) -> None:
 
 def peaks(config: LatentConfig, module: Any) -> dict[str, int]:
     """Of the generative solve alone: the encoder is the same for all methods, and needs more."""
-    from experiments.engine.measure import by_h
-
     if config.method in NETWORKS:
         return {}
     block, z0 = module.network.generate, torch.randn(3, config.batch, config.latent, requires_grad=True)

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,13 +19,13 @@ import torchmali as tm
 from experiments.data import cifar, data_dir, digits, folder, mnist
 from experiments.data.source import DataError
 from experiments.engine.batches import Parts
-from experiments.engine.task import BadOption, Config, Run, Task
-from experiments.images import as_published
-from experiments.models.ffjord import FFJORD, Logit, bits_per_dim
+from experiments.engine.measure import live_peak
+from experiments.engine.task import BadOption, Config, Run, Task, require_known
+from experiments.engine.trainer import Devices, LoggingModule, log_solves, train
+from experiments.flows.evaluation import EVALUATION, evaluation, solved_by
+from experiments.methods import Method, Solve, pick, published_tolerances
+from experiments.models.ffjord import FFJORD, Logit, bits_per_dim, log_prob
 from torchmali.nn import CNF, Hutchinson, gaussian
-
-if TYPE_CHECKING:
-    from experiments.density import Density
 
 SPLIT = 0
 
@@ -79,36 +79,34 @@ PRESETS = {
 # Methods
 
 
-class Method(NamedTuple):
-    """With the solver and tolerances as published (None: fixed steps). weight: of the regularisers; None: the config's.
+class FlowMethod(NamedTuple):
+    """A method with the solver and tolerances as published. weight: of the regularisers; None: the config's.
 
     The published ALF never renews v; ours does where it must.
     """
 
-    gradient: tm.GradientMethod
-    solver: tm.Solver
-    rtol: float | None
-    atol: float
+    method: Method
     weight: float | None = None
+    adaptive: bool = True
 
 
+LOOSE = {"rtol": 1e-2, "atol": 1e-3}
 METHODS = {
-    "vanilla": Method(tm.Adjoint(), tm.Dopri5(), 1e-5, 1e-5, 0.0),
-    "rnode": Method(tm.Adjoint(), tm.RK4(), None, 0.0, 0.01),
-    "rnode05": Method(tm.Adjoint(), tm.RK4(), None, 0.0, 0.05),
-    "seminorm": Method(tm.Adjoint(seminorm=True), tm.Dopri5(), 1e-5, 1e-5, 0.0),
-    "aca": Method(tm.ACA(), tm.HeunEuler(), 1e-2, 1e-3),
-    "naive": Method(tm.Naive(), tm.HeunEuler(), 1e-2, 1e-3),
-    "mali": Method(tm.MALI(), tm.ALF(), 1e-2, 1e-3),
-    "mali01": Method(tm.MALI(), tm.ALF(), 1e-2, 1e-3, 0.01),
-    "alf4": Method(tm.MALI(), tm.ALF(order=4), 1e-2, 1e-3),
+    "vanilla": FlowMethod(pick("adjoint", label="FFJORD (vanilla)"), 0.0),
+    "rnode": FlowMethod(pick("adjoint", label="RNODE", fixed=tm.RK4()), 0.01, adaptive=False),
+    "rnode05": FlowMethod(pick("adjoint", label="RNODE, weights 0.05", fixed=tm.RK4()), 0.05, adaptive=False),
+    "seminorm": FlowMethod(pick("seminorm", label="SemiNorm"), 0.0),
+    "aca": FlowMethod(pick("aca", **LOOSE)),
+    "naive": FlowMethod(pick("naive", solver=tm.HeunEuler(), **LOOSE)),
+    "mali": FlowMethod(pick("mali", **LOOSE)),
+    "mali01": FlowMethod(pick("mali", label="MALI, weights 0.01", **LOOSE), 0.01),
+    "alf4": FlowMethod(pick("alf4", **LOOSE)),
 }
 H = 0.25  # of fixed steps, and the first of those that adapt
 
 
-def method_of(config: FlowsConfig) -> Method:
-    if config.method not in METHODS:
-        raise BadOption(f"There is no method {config.method!r}; there are {', '.join(METHODS)}.")
+def method_of(config: FlowsConfig) -> FlowMethod:
+    require_known("method", config.method, METHODS)
     return METHODS[config.method]
 
 
@@ -117,22 +115,19 @@ def weight(config: FlowsConfig) -> float:
     return config.weight if own is None else own
 
 
-def controller(config: FlowsConfig) -> tm.StepController:
-    method = method_of(config)
-    if method.rtol is None:
-        if (config.rtol, config.atol) != (None, None):
-            raise BadOption(f"{config.method} has fixed steps: leave out rtol and atol.")
-        return tm.FixedStep(H)
-    rtol = method.rtol if config.rtol is None else config.rtol
-    return tm.AdaptiveStep(rtol, method.atol if config.atol is None else config.atol, h0=H)
+def solve_of(config: FlowsConfig) -> Solve:
+    """How the flows are solved and differentiated in training."""
+    method, _, adaptive = method_of(config)
+    if adaptive:
+        return method.adaptive_steps(config.rtol, config.atol, h0=H)
+    if (config.rtol, config.atol) != (None, None):
+        raise BadOption(f"{config.method} has fixed steps: leave out rtol and atol.")
+    return method.fixed_steps(H)
 
 
 def network(config: FlowsConfig, shape: tuple[int, int, int]) -> FFJORD:
-    method, regularised = method_of(config), weight(config) > 0
-    cnf = partial(
-        CNF, trace=Hutchinson(gaussian), kinetic=regularised, jacobian=regularised, solver=method.solver,
-        controller=controller(config), gradient=method.gradient,
-    )  # fmt: skip
+    regularised, options = weight(config) > 0, solve_of(config).options()
+    cnf = partial(CNF, trace=Hutchinson(gaussian), kinetic=regularised, jacobian=regularised, **options)
     return FFJORD(cnf, shape, config.widths, config.n_blocks, config.alpha)
 
 
@@ -242,26 +237,70 @@ class Drawn:
 # Training
 
 
-def main(config: FlowsConfig, run: Run) -> dict[str, Any]:
-    from experiments.density import Density  # takes seconds: not for a list of experiments
-    from experiments.engine.trainer import Devices, train
+class ImageFlow(LoggingModule):
+    """A flow of images, trained for few bits per dimension by Adam, whose lr grows over the first steps.
 
+    Batches are (pixels,), of so many levels. weight: of both regularisers.
+    """
+
+    def __init__(self, network: FFJORD, levels: int, weight: float, lr: float, warmup: int):
+        super().__init__()
+        self.network, self.levels, self.weight, self.lr, self.warmup = network, levels, weight, lr, warmup
+
+    def training_step(self, batch: tuple[Tensor], batch_idx: int) -> Tensor:
+        loss, bits = self.loss(batch[0], torch.rand(batch[0].shape, device=batch[0].device))
+        self.note("train_loss", loss, batch)
+        self.note("train_bits", bits, batch)
+        return loss
+
+    def loss(self, pixels: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+        mapped = self.network((pixels + noise) / self.levels)
+        bits = bits_per_dim(log_prob(mapped), mapped.z.shape[1], self.levels).mean()
+        return bits + self.weight * (mapped.kinetic + mapped.jacobian).mean(), bits
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        log_solves(self, self.network)
+
+    def validation_step(self, batch: tuple[Tensor], batch_idx: int) -> None:
+        self.note("validation_bits", self.bits(batch[0], batch_idx), batch)
+
+    def test_step(self, batch: tuple[Tensor], batch_idx: int) -> None:
+        self.note("test_bits", self.bits(batch[0], batch_idx), batch)
+        self.note("test_bits_midpoint", self.bits(batch[0], batch_idx, midpoint=True), batch)
+
+    def bits(self, pixels: Tensor, seed: int, midpoint: bool = False, solve: Solve = EVALUATION) -> Tensor:
+        """Mean bits per dimension; the noise of pixels and of the trace is the same each time."""
+        gpus = [pixels.device] if pixels.device.type == "cuda" else []
+        with torch.random.fork_rng(gpus), solved_by(self.network.flows(), solve):
+            torch.manual_seed(seed)
+            noise = torch.rand(pixels.shape)
+            x = (pixels + (0.5 if midpoint else noise.to(pixels.device))) / self.levels
+            mapped = self.network(x)
+        return bits_per_dim(log_prob(mapped), mapped.z.shape[1], self.levels).mean()
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.Adam(self.parameters(), self.lr)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / self.warmup))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def main(config: FlowsConfig, run: Run) -> dict[str, Any]:
     pixels = load(config, run.data_dir)
     if config.batch > len(pixels.train):
         raise BadOption(f"A batch of {config.batch} is more than the {len(pixels.train)} images to train with.")
     shape: Any = tuple(pixels.train[:1].shape[1:])
     batches = Drawn(pixels, config)
 
-    def make() -> Density:
-        return Density(network(config, shape), pixels.levels, weight(config), config.lr, config.warmup)
+    def make() -> ImageFlow:
+        return ImageFlow(network(config, shape), pixels.levels, weight(config), config.lr, config.warmup)
 
-    method, n_shown = method_of(config), max(1, min(SHOWN, 60_000 // math.prod(shape)))
-    how = {"solver": method.solver, "controller": controller(config), "gradient": method.gradient}
-    with as_published():
+    n_shown = max(1, min(SHOWN, 60_000 // math.prod(shape)))
+    solved = {name: str(value) for name, value in solve_of(config).options().items()}
+    with published_tolerances():
         torch.manual_seed(run.seed("init"))
         run.so_far = {
             "untrained_validation_bits": mean_bits(make(), batches.validation()[0]),
-            "solved": {**{name: str(value) for name, value in how.items()}, "weight": weight(config)},
+            "solved": {**solved, "weight": weight(config)},
         }
         devices = Devices(accelerator="auto")
         done = train(run, make, batches, config.epochs, best="validation_bits", lowest=True, devices=devices)
@@ -305,35 +344,32 @@ def gaussian_bits(config: FlowsConfig, pixels: Pixels) -> float:
 
 
 @torch.no_grad()
-def mean_bits(module: Density, batches: Iterable) -> float:
+def mean_bits(module: ImageFlow, batches: Iterable) -> float:
     found = [(len(x), float(module.bits(x, i))) for i, (x,) in enumerate(batches)]
     return sum(n * bits for n, bits in found) / sum(n for n, _ in found)
 
 
 @torch.no_grad()
-def by_solver(module: Density, pixels: Tensor) -> dict[str, float]:
+def by_solver(module: ImageFlow, pixels: Tensor) -> dict[str, float]:
     """The same bits, with the same noise: two solvers agree where both integrals are good."""
-    from experiments.density import EVALUATION, Solved
-
-    ways = {
+    solves = {
         "Dopri5 1e-5": EVALUATION,
-        "ALF h 0.05": Solved(tm.ALF(), tm.FixedStep(0.05)),
-        "ALF h 0.025": Solved(tm.ALF(), tm.FixedStep(0.025)),
-        "ALF order 4, h 0.05": Solved(tm.ALF(order=4), tm.FixedStep(0.05)),
+        "ALF h 0.05": evaluation(tm.ALF(), tm.FixedStep(0.05)),
+        "ALF h 0.025": evaluation(tm.ALF(), tm.FixedStep(0.025)),
+        "ALF order 4, h 0.05": evaluation(tm.ALF(order=4), tm.FixedStep(0.05)),
     }
-    return {name: float(module.bits(pixels, 0, how=how)) for name, how in ways.items()}
+    return {name: float(module.bits(pixels, 0, solve=solve)) for name, solve in solves.items()}
 
 
 @torch.no_grad()
-def round_trip(module: Density, pixels: Tensor) -> dict[str, float]:
+def round_trip(module: ImageFlow, pixels: Tensor) -> dict[str, float]:
     """The largest difference of x from what comes back, both ways: by Dopri5 at 1e-5, and as float64 at 1e-8."""
-    from experiments.density import EVALUATION, Solved, resolved
 
-    def there_and_back(network: FFJORD, x: Tensor, how: Solved) -> float:
-        with resolved(network.flows(), how):
+    def there_and_back(network: FFJORD, x: Tensor, solve: Solve) -> float:
+        with solved_by(network.flows(), solve):
             return float((network.inverse(network(x).z) - x).abs().max())
 
-    x, fine = (pixels.double() + 0.5) / module.levels, Solved(tm.Dopri5(), tm.AdaptiveStep(1e-8, 1e-8))
+    x, fine = (pixels.double() + 0.5) / module.levels, evaluation(tm.Dopri5(), tm.AdaptiveStep(1e-8, 1e-8))
     return {
         "round_trip": there_and_back(module.network, x.float(), EVALUATION),
         "round_trip_fine": there_and_back(copy.deepcopy(module.network).cpu().double(), x, fine),
@@ -341,27 +377,23 @@ def round_trip(module: Density, pixels: Tensor) -> dict[str, float]:
 
 
 @torch.no_grad()
-def samples(module: Density, shape: Sequence[int], n: int, seed: int, temperature: float = 1.0) -> Tensor:
+def samples(module: ImageFlow, shape: Sequence[int], n: int, seed: int, temperature: float = 1.0) -> Tensor:
     """As pixels. temperature: below 1, images that are more likely, and more alike."""
-    from experiments.density import EVALUATION, resolved
-
     z = torch.randn(n, math.prod(shape), generator=torch.Generator().manual_seed(seed))
-    with resolved(module.network.flows(), EVALUATION), as_published():
+    with solved_by(module.network.flows(), EVALUATION), published_tolerances():
         x = module.network.inverse(temperature * z)
     return (x * module.levels).floor().clamp(0, module.levels - 1)
 
 
 def sampled(task: Task, n: int, seed: int, temperature: float) -> tuple[Tensor, Tensor, int]:
     """Images of the test, images by the weights of a finished run, and the levels of their pixels."""
-    from experiments.density import Density
-
     record = task.finished()
     weights_there = [path for path in (task.folder / "weights.pt", task.weights) if path.exists()]
     if record is None or not weights_there:
         raise BadOption(f"There are no weights of this run: {task.command}")
     config: Any = task.config
     shape: Any = tuple(record.results["shape"])
-    module = Density(network(config, shape), record.results["levels"], 0.0, config.lr, config.warmup)
+    module = ImageFlow(network(config, shape), record.results["levels"], 0.0, config.lr, config.warmup)
     module.load_state_dict(torch.load(weights_there[0], weights_only=True))
     return unpacked(record.results["real"], shape), samples(module, shape, n, seed, temperature), module.levels
 
@@ -374,10 +406,8 @@ def unpacked(text: str, shape: Sequence[int]) -> Tensor:
     return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8).view(-1, *shape)
 
 
-def peak_bytes(module: Density, pixels: Tensor) -> int:
+def peak_bytes(module: ImageFlow, pixels: Tensor) -> int:
     """Of live tensors in one training step."""
-    from experiments.engine.measure import live_peak
-
     module.zero_grad(set_to_none=True)
     torch.manual_seed(0)
     return live_peak(lambda: module.loss(pixels, torch.full_like(pixels, 0.5))[0].backward())

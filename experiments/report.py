@@ -8,9 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from experiments.catalogue import EXPERIMENTS
 from experiments.engine.record import RECORDS, ROOT, Record
 from experiments.engine.task import as_json
+from experiments.registry import EXPERIMENTS
 from experiments.show import VERDICTS, Claim, Found, Picture, Shown, Table
 from experiments.views import accounting, feasibility, flows, images, memory, series, solvers, theory, toy
 

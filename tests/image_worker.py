@@ -8,11 +8,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from experiments.catalogue import EXPERIMENTS
 from experiments.engine import task as tasks
 from experiments.engine.queue import Options, perform
 from experiments.engine.task import Task
 from experiments.engine.trainer import Classifier
+from experiments.registry import EXPERIMENTS
 
 
 def run(out: Path, changes: dict[str, Any]) -> None:

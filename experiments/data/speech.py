@@ -18,6 +18,11 @@ from torch import Tensor
 
 from experiments.data.source import DataError, Source, read_npz, shape_of
 
+try:
+    from sklearn.model_selection import train_test_split
+except ImportError:
+    train_test_split = None  # pyright: ignore[reportAssignmentType]
+
 WORDS = ("yes", "no", "up", "down", "left", "right", "on", "off", "stop", "go")  # in the order of their labels
 RATE = 16_000  # samples per second, and per clip
 N_FFT, HOP, N_MELS, N_COEFFICIENTS = 200, 100, 64, 20
@@ -188,10 +193,8 @@ def random_split(labels: Tensor) -> Split:
     The published code takes files in the order of the file system; here they are sorted, so the parts are not the same
     clips, but they are the same on every machine. Speakers are in several parts.
     """
-    try:
-        from sklearn.model_selection import train_test_split
-    except ImportError:
-        raise DataError("The split is scikit-learn's, which is not installed: pip install scikit-learn.") from None
+    if train_test_split is None:
+        raise DataError("The split is scikit-learn's, which is not installed: pip install scikit-learn.")
     y, rows = labels.numpy(), np.arange(len(labels))
     try:
         train, rest = train_test_split(rows, train_size=0.7, random_state=0, stratify=y)

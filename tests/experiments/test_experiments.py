@@ -19,12 +19,12 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from experiments import __main__, report
-from experiments.catalogue import EXPERIMENTS
+from experiments import cli, report
 from experiments.engine import task as tasks
 from experiments.engine.queue import Options, perform, run_all
 from experiments.engine.record import DamagedRecord, Record
 from experiments.engine.task import BadOption, Config, Experiment, Run, Task, parsed, tasks_of
+from experiments.registry import EXPERIMENTS
 
 ROOT = Path(__file__).parents[2]
 
@@ -192,8 +192,8 @@ def test_the_command_line_runs(tmp_path):
 
 def test_the_command_line_lists_all_there_is(monkeypatch):
     with io.StringIO() as file:
-        monkeypatch.setattr(__main__, "console", Console(file=file, width=200))
-        __main__.list_()
+        monkeypatch.setattr(cli, "console", Console(file=file, width=200))
+        cli.list_()
         listed = file.getvalue()
     assert all(name in listed for name in EXPERIMENTS)
     assert "estimated" in listed  # what a run of the published size would cost
@@ -205,7 +205,7 @@ def test_the_command_line_lists_all_there_is(monkeypatch):
 def test_what_is_not_there_is_told(words, said, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["experiments", *words.split()])
     with pytest.raises(SystemExit) as error:
-        __main__.main()
+        cli.main()
     assert error.value.code == 2 and said in capsys.readouterr().out
 
 

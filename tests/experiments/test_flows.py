@@ -13,7 +13,6 @@ import pytest
 import torch
 
 import torchmali as tm
-from experiments.catalogue import EXPERIMENTS
 from experiments.data.source import DataError
 from experiments.engine import task as tasks
 from experiments.engine.queue import Options, perform
@@ -25,6 +24,7 @@ from experiments.flows.images import ImageFlow
 from experiments.methods import published_tolerances
 from experiments.models import ffjord
 from experiments.models.ffjord import FFJORD, Logit, bits_per_dim, log_prob
+from experiments.registry import EXPERIMENTS
 from experiments.show import Found
 from experiments.views import flows as view
 from torchmali.nn import CNF, ExactTrace, Hutchinson, gaussian, rademacher

@@ -21,7 +21,6 @@ import torch
 from torch import nn
 
 import torchmali as tm
-from experiments.catalogue import EXPERIMENTS
 from experiments.data import DataError, cifar
 from experiments.data.augment import crop_and_flip
 from experiments.engine import task as tasks
@@ -34,6 +33,7 @@ from experiments.images import solvers
 from experiments.methods import Solve
 from experiments.models import ode_resnet
 from experiments.models.ode_resnet import RESNET, Normalise
+from experiments.registry import EXPERIMENTS
 from experiments.theory.controllers import UnguardedLastStep, reference_end
 
 ROOT = Path(__file__).parents[2]

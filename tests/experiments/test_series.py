@@ -12,7 +12,6 @@ import pytest
 import torch
 
 import torchmali as tm
-from experiments.catalogue import EXPERIMENTS
 from experiments.data import DataError, speech
 from experiments.engine import task as tasks
 from experiments.engine.queue import Options, perform
@@ -21,6 +20,7 @@ from experiments.engine.task import BadOption, Run, Task
 from experiments.models.latent_ode import STD, Encoder, Gate, LatentODE
 from experiments.models.neural_cde import CDEClassifier
 from experiments.models.recurrent import Recurrent
+from experiments.registry import EXPERIMENTS
 from experiments.series import latent, paths
 
 TIMES = torch.arange(6, dtype=torch.float64) / 200

@@ -25,7 +25,6 @@ import torch
 from filelock import FileLock
 from rich.console import Console
 
-from experiments.catalogue import EXPERIMENTS
 from experiments.engine import queue
 from experiments.engine import task as tasks
 from experiments.engine.batches import InMemory
@@ -33,6 +32,7 @@ from experiments.engine.queue import Options, perform, run_all
 from experiments.engine.record import Record
 from experiments.engine.task import BadOption, Config, Experiment, Run, Task, tasks_of
 from experiments.engine.trainer import Classifier, train
+from experiments.registry import EXPERIMENTS
 
 ROOT = Path(__file__).parents[2]
 INTERRUPTED = 130

@@ -11,12 +11,12 @@ from matplotlib.image import imsave
 from rich.console import Console
 from rich.table import Table
 
-from experiments import report as report_
 from experiments.engine.queue import Options, run_all
 from experiments.engine.task import BadOption, Experiment, parsed, tasks_of
 from experiments.flows import images as flows
 from experiments.registry import EXPERIMENTS
-from experiments.views.flows import beside, sheet
+from experiments.report import page as report_
+from experiments.report.chapters.flows import beside, sheet
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__, pretty_exceptions_enable=False)
 console = Console()

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from experiments.engine.record import Record
-from experiments.show import Claim, Found, Table
+from experiments.report.claims import Claim
+from experiments.report.runs import Found
+from experiments.report.tables import Table
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORDS = ROOT / "experiments" / "records"

@@ -19,12 +19,13 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from experiments import cli, report
+from experiments import cli
 from experiments.engine import task as tasks
 from experiments.engine.queue import Options, perform, run_all
 from experiments.engine.record import DamagedRecord, Record
 from experiments.engine.task import BadOption, Config, Experiment, Run, Task, parsed, tasks_of
 from experiments.registry import EXPERIMENTS
+from experiments.report import page as report
 
 ROOT = Path(__file__).parents[2]
 

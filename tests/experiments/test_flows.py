@@ -25,8 +25,9 @@ from experiments.methods import published_tolerances
 from experiments.models import ffjord
 from experiments.models.ffjord import FFJORD, Logit, bits_per_dim, log_prob
 from experiments.registry import EXPERIMENTS
-from experiments.show import Found
-from experiments.views import flows as view
+from experiments.report.chapters import flow_memory
+from experiments.report.chapters import plane as plane_chapter
+from experiments.report.runs import Found
 from torchmali.nn import CNF, ExactTrace, Hutchinson, gaussian, rademacher
 
 TIGHT = {"solver": tm.Dopri5(), "controller": tm.AdaptiveStep(1e-10, 1e-10), "gradient": tm.Naive()}
@@ -264,7 +265,7 @@ def test_a_checkerboard_has_eight_squares_with_as_many_points():
 
 def test_points_are_packed_to_a_ten_thousandth():
     x = 7 * torch.rand(50, 2) - 3.5
-    assert np.abs(view.points(densities.quantised(x)) - x.numpy()).max() < 1e-4
+    assert np.abs(plane_chapter.points(densities.quantised(x)) - x.numpy()).max() < 1e-4
 
 
 @pytest.mark.parametrize("name", ["densities", "flow_memory"])
@@ -272,7 +273,7 @@ def test_other_smoke_presets_run_and_are_shown(name, tmp_path, monkeypatch):
     run = run_of({}, tmp_path, monkeypatch, name)
     perform(run.task, Options(), lambda done, text: None)
     found = [Found(Record.read(run.task.path), "a record")]
-    tables, pictures, claims = view.plane(found) if name == "densities" else view.memory(found)
+    tables, pictures, claims = plane_chapter.show(found) if name == "densities" else flow_memory.show(found)
     assert tables[0].rows and claims
     if name == "densities":
         assert all(picture.svg.startswith("<svg") for picture in pictures)

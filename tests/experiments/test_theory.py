@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from experiments import draw_theory
 from experiments.engine import task as tasks
 from experiments.engine.task import Experiment, Run, Task, as_json
+from experiments.report.chapters import theory_figures as draw_theory
 from experiments.theory import explain, stability
 
 

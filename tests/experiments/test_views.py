@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
-from experiments import report
 from experiments.engine.record import Record
 from experiments.images.solvers import ADAPTIVE, ATTACKERS, FIXED
-from experiments.show import Cell, Found
-from experiments.views import feasibility, flows, images, series, solvers
+from experiments.report import page as report
+from experiments.report.chapters import feasibility, flows, images, series, solvers
+from experiments.report.runs import Found
+from experiments.report.tables import Cell
 
 
 def image_run(method: str, accuracy: float, seconds: float = 10.0, seed: int = 0, **more: Any) -> Found:

@@ -7,11 +7,11 @@ import re
 import pytest
 from committed import RECORDS, ROOT
 
-from experiments import report
 from experiments.engine import record
 from experiments.engine.record import Record
-from experiments.views import accounting
-from experiments.views.toy import Toy
+from experiments.report import page as report
+from experiments.report.chapters import accounting
+from experiments.report.chapters.toy import Toy
 
 COMMITTED = [path for path in sorted(RECORDS.rglob("*.json")) if not path.name.startswith("smoke")]
 

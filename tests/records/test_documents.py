@@ -7,7 +7,7 @@ import re
 
 from committed import ROOT, cells, records, table_titled
 
-from experiments.views import flows, images, series
+from experiments.report.chapters import flows, images, series
 
 README = ROOT / "README.md"
 

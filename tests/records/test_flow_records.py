@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from committed import RECORDS, holding, records
 
-from experiments.views import flows
+from experiments.report.chapters import flow_memory, flows, plane
 
 RUN = {
     "cpu": ("vanilla", "rnode", "seminorm", "mali"),
@@ -51,12 +51,12 @@ def test_in_training_on_mnist_mali_is_as_good_as_rnode_with_its_weights_and_not_
 def test_flows_learn_densities_in_the_plane():
     found = records("densities")
     assert {one.record.config["data"] for one in found} == {"circles", "pinwheel", "checkerboard"}
-    assert {claim.verdict for claim in flows.plane(found)[2]} == {"holds"}
+    assert {claim.verdict for claim in plane.show(found)[2]} == {"holds"}
 
 
 def test_mali_trains_with_the_largest_batch_at_every_tolerance():
     (one,) = records("flow_memory")
-    holding(flows.memory([one])[2], "MALI's memory does not depend on the tolerance")
+    holding(flow_memory.show([one])[2], "MALI's memory does not depend on the tolerance")
     for tolerance in one.record.config["tolerances"]:
         fits = [one.record.results["fits"][f"{m} / {tolerance:g}"]["largest_batch"] for m in ("mali", "aca", "naive")]
         assert fits[0] > fits[1] > fits[2]

@@ -7,7 +7,8 @@ import statistics
 import pytest
 from committed import records
 
-from experiments.views.images import accuracy, evaluations, grouped, mean, together
+from experiments.report.chapters.images import accuracy, evaluations, grouped
+from experiments.report.runs import mean, together
 
 METHODS = ("mali", "adjoint", "resnet")
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from committed import RECORDS, holding, records
 
-from experiments.views import series
+from experiments.report.chapters import series
 
 METHODS = ("naive", "adjoint", "aca", "mali")
 
@@ -59,7 +59,7 @@ def test_damping_changes_little_and_its_way_back_needs_checkpoints():
     safe = [one for one in series.chosen(found, method="mali", unsafe_damping=False) if one.record.config["eta"] < 1]
     assert {one.record.config["eta"] for one in safe} == set(series.ETAS) - {1.0}
     for one in safe:  # what drifted was solved again
-        assert series.worst_way_back([one]) <= series.RELIABLE or max(one.record.metrics["reruns"]) > 0
+        assert series.worst_reconstruction([one]) <= series.RELIABLE or max(one.record.metrics["reruns"]) > 0
     assert any(claim.text.startswith("The way back without checkpoints") for claim in claims)
 
 

@@ -1,4 +1,4 @@
-"""Figure 4 c."""
+"""Figure 4 c: peak memory by method."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from experiments.engine.record import Record
-from experiments.show import COLORS, Cell, Claim, Picture, Table, bare, log_scale, short
-from experiments.theory.memory import METHODS
-
-SEARCH = "naive through the search"
+from experiments.report.claims import Claim
+from experiments.report.figures import Picture
+from experiments.report.runs import Found, Shown
+from experiments.report.style import COLORS, log_scale, plain_axes
+from experiments.report.tables import Cell, Table, short
+from experiments.theory.memory import METHODS, SEARCH
 
 
 def pictures(record: Record, path: str) -> list[Picture]:
@@ -33,7 +35,7 @@ def _draw(record: Record) -> Figure:
                 peaks = [cells[f"{field} / {method} / N {n}"]["peak"] / 1e6 for n in config["steps"]]
                 by_steps.plot(config["steps"], peaks, "o-", markersize=3.5, linewidth=1.3, **color)
         for ax, x in ((by_tolerance, "tolerance (rtol = atol)"), (by_steps, "fixed steps")):
-            bare(ax, field, x, "peak memory, MB")
+            plain_axes(ax, field, x, "peak memory, MB")
             log_scale(ax, x=True)
         by_tolerance.invert_xaxis()
     handles, labels = axes[0][0].get_legend_handles_labels()
@@ -60,7 +62,7 @@ def tables(record: Record, path: str) -> list[Table]:
     ]
 
 
-def claims(record: Record, path: str) -> list[Claim]:
+def memory_is_constant_for_mali(record: Record, path: str) -> Claim:
     results, config = record.results, record.config
 
     def flatness(method: str) -> float:
@@ -81,4 +83,8 @@ def claims(record: Record, path: str) -> list[Claim]:
     numbers += ", ".join(f"{m} {' / '.join(f'{abs(x):.2f}' for x in xs)}" for m, xs in slopes.items()) + "."
     text = "As the tolerance falls, naive and ACA need more memory, MALI and the adjoint a constant amount"
     verdict = "holds" if holds else "holds in part"
-    return [Claim("Section 4.1, Figure 4 c", text, verdict, numbers, [path])]
+    return Claim("Section 4.1, Figure 4 c", text, verdict, numbers, [path])
+
+
+def show(found: list[Found]) -> Shown:
+    return tables(*found[0]), pictures(*found[0]), [memory_is_constant_for_mali(*found[0])]

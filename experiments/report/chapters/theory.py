@@ -8,9 +8,12 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from experiments import draw_theory
 from experiments.engine.record import Record
-from experiments.show import Cell, Claim, Picture, Table, short
+from experiments.report.chapters import theory_figures
+from experiments.report.claims import Claim
+from experiments.report.figures import Picture
+from experiments.report.runs import Found, Shown
+from experiments.report.tables import Cell, Table, short
 
 
 def pictures(record: Record, path: str) -> list[Picture]:
@@ -22,12 +25,12 @@ def pictures(record: Record, path: str) -> list[Picture]:
     back = "How far a solve back in time misses z(0), and the gradient's error, against the tolerance."
     return [
         Picture(
-            "stability", "Stability of damped ALF", regions, partial(draw_theory.stability_figure, results), command
+            "stability", "Stability of damped ALF", regions, partial(theory_figures.stability_figure, results), command
         ),
         Picture(
-            "orders", "Orders of states and gradients", orders, partial(draw_theory.orders_figure, results), command
+            "orders", "Orders of states and gradients", orders, partial(theory_figures.orders_figure, results), command
         ),
-        Picture("reverse", "Ways back", back, partial(draw_theory.reverse_error_figure, results), command),
+        Picture("reverse", "Ways back", back, partial(theory_figures.reverse_error_figure, results), command),
     ]
 
 
@@ -45,7 +48,7 @@ def explained(record: Record, path: str) -> list[Picture]:
     }  # fmt: skip
 
     def draw(name: str) -> Figure:
-        return draw_theory.explain_figures(record.results)[name]
+        return theory_figures.explain_figures(record.results)[name]
 
     found = []
     for name, (id_, title, caption) in titles.items():
@@ -77,8 +80,7 @@ def _growth(region: dict[str, Any]) -> str:
     return f"{100 * (region['growth at i/2'] - 1):.1f} %"
 
 
-def claims(record: Record, path: str) -> list[Claim]:
-    results = record.results
+def damped_alf_is_stable(results: dict[str, Any], path: str) -> Claim:
     regions = {eta: r for eta, r in results["regions"].items() if "area / ellipse" in r}
     ratios = [r["area / ellipse"] for r in regions.values()]
     deviation = results["eigenvalues"]["deviation"]
@@ -92,19 +94,20 @@ def claims(record: Record, path: str) -> list[Claim]:
     numbers += "stable. What the paper does not say: damping makes oscillations grow, by "
     numbers += f"{_growth(regions[f'{damped:g}'])} per step at h sigma = i/2 for eta = {damped:g}."
     text = "Damped ALF is stable for some h sigma, the less so the closer eta is to 1"
-    found = [Claim("Theorem 3.2, appendix figure", text, "holds" if holds else "does not hold here", numbers, [path])]
+    return Claim("Theorem 3.2, appendix figure", text, "holds" if holds else "does not hold here", numbers, [path])
 
+
+def local_orders(results: dict[str, Any], path: str) -> Claim:
     slopes = {k: results["orders"][k]["1"]["slopes"] for k in ("local", "global")}
     holds = abs(slopes["local"]["z"] - 3) < 0.1 and abs(slopes["local"]["v"] - 2) < 0.1
     numbers = f"Local order of z {slopes['local']['z']:.2f}, of v {slopes['local']['v']:.2f}; global "
     numbers += f"{slopes['global']['z']:.2f} and {slopes['global']['v']:.2f}; damping makes it "
     numbers += f"{results['orders']['global']['0.95']['slopes']['z']:.2f} (eta 0.95)."
     text = "The local error of ALF is O(h^3) in z and O(h^2) in v"
-    found.append(Claim("Theorem 3.1", text, "holds" if holds else "does not hold here", numbers, [path]))
-    return [*found, *_reverse(results, path)]
+    return Claim("Theorem 3.1", text, "holds" if holds else "does not hold here", numbers, [path])
 
 
-def _reverse(results: dict[str, Any], path: str) -> list[Claim]:
+def solving_back_misses_the_start(results: dict[str, Any], path: str) -> Claim:
     equal = {
         name: found["slopes"]["back"] for name, found in results["reverse"]["equal steps"].items() if "slopes" in found
     }
@@ -115,14 +118,28 @@ def _reverse(results: dict[str, Any], path: str) -> list[Claim]:
             for t, c in methods["adjoint"].items()
         ]
         parts.append(f"{title}: {back[0]}, {back[-1]}")
-        cells = [c for name in ("MALI",) for c in methods.get(name, {}).values() if _is_number(c.get("worst"))]
+        cells = [c for c in methods.get("MALI", {}).values() if _is_number(c.get("worst"))]
         worst = max([worst, *(c["worst"] for c in cells)])
     numbers = f"Relative miss of z(0) by a solve back with Dopri5: {'; '.join(parts)}. MALI's worst state (float64): "
     numbers += f"{short(worst)}. Orders of the miss at equal steps: "
     numbers += ", ".join(f"{name} {slope:.1f}" for name, slope in equal.items() if slope > 0.5) + "."
     text = "Solving back in time does not lead back: an error of the order of the solver's remains, and MALI has none"
-    return [Claim("Theorem 2.1", text, "holds" if worst < 1e-10 else "holds in part", numbers, [path])]
+    return Claim("Theorem 2.1", text, "holds" if worst < 1e-10 else "holds in part", numbers, [path])
 
 
 def _is_number(x: Any) -> bool:
     return isinstance(x, (int, float))
+
+
+def show_stability(found: list[Found]) -> Shown:
+    record, path = found[0]
+    claims = [
+        damped_alf_is_stable(record.results, path),
+        local_orders(record.results, path),
+        solving_back_misses_the_start(record.results, path),
+    ]
+    return tables(record, path), pictures(record, path), claims
+
+
+def show_drawings(found: list[Found]) -> Shown:
+    return [], explained(*found[0]), []

@@ -9,7 +9,11 @@ from typing import Any, NamedTuple
 from matplotlib.figure import Figure
 
 from experiments.engine.record import Record
-from experiments.show import COLORS, Cell, Claim, Picture, Table, bare, log_scale, short
+from experiments.report.claims import Claim
+from experiments.report.figures import Picture
+from experiments.report.runs import Found, Shown
+from experiments.report.style import COLORS, log_scale, plain_axes
+from experiments.report.tables import Cell, Table, short
 from experiments.theory.toy import PANELS, analytic
 
 NAMES = ("dL/dz0", "dL/dalpha")
@@ -72,7 +76,9 @@ def _panel(toy: Toy, panel: str, long: bool) -> Figure:
     for row, alpha in enumerate(toy.alphas):
         for column, name in enumerate(NAMES):
             title = f"error of {name}" if row == 0 else ""
-            ax = bare(axes[row][column], title, "T" if row == n - 1 else "", f"alpha = {alpha:g}" if not column else "")
+            ax = plain_axes(
+                axes[row][column], title, "T" if row == n - 1 else "", f"alpha = {alpha:g}" if not column else ""
+            )
             for label in PANELS[panel]:
                 errors = [toy.errors(panel, label, alpha, span) for span in spans]
                 points = [(s, max(e[column], 1e-17)) for s, e in zip(spans, errors, strict=True) if e]
@@ -133,7 +139,14 @@ def _entries(toy: Toy, panel: str, label: str, solve: str, alpha: float, span: f
 
 
 def claims(toy: Toy) -> list[Claim]:
-    return [_ordering(toy), _equal_order(toy), _reverse(toy), _short(toy), _contraction(toy), _search(toy)]
+    return [
+        smaller_errors_than_adjoint_and_naive(toy),
+        no_worse_than_an_adjoint_of_its_order(toy),
+        reverse_accuracy(toy),
+        smaller_errors_for_short_times(toy),
+        every_alpha_is_solved(toy),
+        graph_through_the_search(toy),
+    ]
 
 
 def _compare(toy: Toy, panel: str, a: str, b: str, long: bool, factor: float = 1.0) -> dict[float, tuple[int, int]]:
@@ -155,7 +168,7 @@ def _verdict(counts: Sequence[tuple[int, int]]) -> str:
     return "holds" if good == of else "does not hold here" if good == 0 else "holds in part"
 
 
-def _ordering(toy: Toy) -> Claim:
+def smaller_errors_than_adjoint_and_naive(toy: Toy) -> Claim:
     found = {(a, b): _compare(toy, "literal", a, b, True) for a in ("MALI", "ACA") for b in ("adjoint", "naive")}
     numbers = ". ".join(f"{a} <= {b} (own solvers, T from 20): {_told(counts)}" for (a, b), counts in found.items())
     verdict = _verdict([pair for counts in found.values() for pair in counts.values()])
@@ -163,7 +176,7 @@ def _ordering(toy: Toy) -> Claim:
     return Claim("Section 4.1, Figure 4 a, b", text, verdict, numbers + ".", [toy.path])
 
 
-def _equal_order(toy: Toy) -> Claim:
+def no_worse_than_an_adjoint_of_its_order(toy: Toy) -> Claim:
     counts = _compare(toy, "equal order", "MALI", "adjoint", True, 1.05)
     positive = [pair for alpha, pair in counts.items() if alpha > 0]
     same = _compare(toy, "equal order", "MALI", "ACA", True, 1.05)
@@ -174,7 +187,7 @@ def _equal_order(toy: Toy) -> Claim:
     return Claim("Figure 4 a, b, equal order", text, _verdict(positive), numbers, [toy.path])
 
 
-def _reverse(toy: Toy) -> Claim:
+def reverse_accuracy(toy: Toy) -> Claim:
     def worst(label: str) -> float:
         every = [toy.errors("reverse accuracy", label, a, s) for a in toy.alphas for s in _all(toy) if a * s > -10]
         return max(max(e) for e in every if e)
@@ -192,7 +205,7 @@ def _all(toy: Toy) -> list[float]:
     return [*toy.spans(True), *toy.spans(False)]
 
 
-def _short(toy: Toy) -> Claim:
+def smaller_errors_for_short_times(toy: Toy) -> Claim:
     counts = {b: _compare(toy, "literal", "MALI", b, False) for b in ("adjoint", "naive")}
     numbers = ". ".join(f"MALI <= {b} (own solvers, T up to 1): {_told(c)}" for b, c in counts.items())
     verdict = _verdict([pair for c in counts.values() for pair in c.values()])
@@ -200,7 +213,7 @@ def _short(toy: Toy) -> Claim:
     return Claim("Appendix, figure for t < 1", text, verdict, numbers + ".", [toy.path])
 
 
-def _contraction(toy: Toy) -> Claim:
+def every_alpha_is_solved(toy: Toy) -> Claim:
     failed = []
     for alpha in toy.alphas:
         spans = [s for s in toy.spans(True) if "failed" in toy.cell("MALI as published", alpha, s)]
@@ -214,7 +227,7 @@ def _contraction(toy: Toy) -> Claim:
     return Claim("Section 3.1", "ALF solves the toy problem adaptively for every alpha", verdict, numbers, [toy.path])
 
 
-def _search(toy: Toy) -> Claim:
+def graph_through_the_search(toy: Toy) -> Claim:
     parts, deeper, off = [], [], []
     for alpha in toy.alphas:
         span = toy.spans(False)[-1]
@@ -239,3 +252,8 @@ def _search(toy: Toy) -> Claim:
         "; ".join(parts) + ". The graph is deeper; the gradient is perturbed, but neither explodes nor vanishes here."
     )
     return Claim("Section 2.2, naive method", text, verdict, numbers, [toy.path])
+
+
+def show(found: list[Found]) -> Shown:
+    toy = Toy(*found[0])
+    return tables(toy), pictures(toy), claims(toy)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from experiments.engine.record import Record
-from experiments.show import Cell, Claim, Table, short
+from experiments.report.claims import Claim
+from experiments.report.runs import Found, Shown
+from experiments.report.tables import Cell, Table, short
 from experiments.theory.accounting import METHODS
 
 # method: (computation, memory, depth, reverse accuracy) of the paper; one evaluation costs N_z N_f
@@ -66,7 +68,7 @@ def tables(record: Record, path: str) -> list[Table]:
     return [Table("1", "Table 1: cost and accuracy of the methods, counted", columns, rows, note, [record.command])]
 
 
-def claims(record: Record, path: str) -> list[Claim]:
+def evaluations_of_mali_and_aca(record: Record, path: str) -> Claim:
     results, wrong, saved = record.results, [], []
     for field in record.config["fields"]:
         for steps in ("fixed", "adaptive"):
@@ -80,18 +82,25 @@ def claims(record: Record, path: str) -> list[Claim]:
     where = f"but for {', '.join(wrong)}" if wrong else "in all cells"
     numbers = f"Counts equal 1 + N_t m forward and 1 + N_t backward {where}; "
     numbers += f"that is {min(saved):.2f} to {max(saved):.2f} of the paper's N_t (m + 2)."
-    cost = Claim(
+    return Claim(
         "Table 1, computation", "MALI takes N_t (m + 2) evaluations, ACA N_t (m + 1)",
         "holds" if not wrong else "holds in part", numbers + " One of MALI's is not needed.", [path],
     )  # fmt: skip
-    fields = record.config["fields"]
+
+
+def memory_grows_for_naive_and_aca(record: Record, path: str) -> Claim:
+    results, fields = record.results, record.config["fields"]
     slopes = {m: [results["fits"][f"{f} / {m}"]["slope"] / results["state_bytes"][f] for f in fields] for m in METHODS}
     flat = max(abs(x) for m in ("MALI", "adjoint") for x in slopes[m]) < 0.01
     steep = min(slopes["naive, h detached"]) >= 3 * max(slopes["ACA"])
     numbers = ", ".join(f"{m} {' / '.join(f'{abs(x):.2f}' for x in xs)}" for m, xs in slopes.items())
-    memory = Claim(
+    return Claim(
         "Table 1, memory", "Memory grows with the number of steps for naive and ACA, not for MALI and the adjoint",
         "holds" if flat and min(slopes["ACA"]) > 0.9 else "does not hold here",
         f"States per step ({', '.join(fields)}): {numbers}. naive is {'' if steep else 'not '}3 x ACA or more.", [path],
     )  # fmt: skip
-    return [cost, memory]
+
+
+def show(found: list[Found]) -> Shown:
+    claims = [evaluations_of_mali_and_aca(*found[0]), memory_grows_for_naive_and_aca(*found[0])]
+    return tables(*found[0]), [], claims

@@ -11,37 +11,29 @@ from typing import Any, NamedTuple
 from experiments.engine.record import RECORDS, ROOT, Record
 from experiments.engine.task import as_json
 from experiments.registry import EXPERIMENTS
-from experiments.show import VERDICTS, Claim, Found, Picture, Shown, Table
-from experiments.views import accounting, feasibility, flows, images, memory, series, solvers, theory, toy
+from experiments.report import style
+from experiments.report.chapters import (
+    accounting,
+    feasibility,
+    flow_memory,
+    flows,
+    images,
+    memory,
+    plane,
+    series,
+    solvers,
+    theory,
+    toy,
+)
+from experiments.report.claims import AWAITED, VERDICTS, Claim
+from experiments.report.figures import Picture
+from experiments.report.runs import Found, Shown
+from experiments.report.tables import Table
 
 PAGE = ROOT / "docs" / "results.html"
 MARKDOWN = ROOT / "docs" / "results.md"
 FIGURES = ROOT / "docs" / "figures"
 
-STYLE = """
-:root { color-scheme: light dark; --ink: #222; --paper: #fff; --pale: #666; --line: #ddd; --card: #fff; --link: #1f5fa8;
-  --good: #2e7d32; --part: #b26a00; --bad: #b3261e; --none: #777; }
-@media (prefers-color-scheme: dark) { :root { --ink: #e6e6e6; --paper: #16181c; --pale: #a0a0a0; --line: #3a3d44;
-  --card: #f4f4f2; --link: #8ab8ea; --good: #7bc67e; --part: #e0a94a; --bad: #f08a80; --none: #9a9a9a; } }
-* { box-sizing: border-box; }
-body { margin: 0 auto; padding: 1.2rem; max-width: 62rem; font: 16px/1.55 system-ui, sans-serif; color: var(--ink);
-  background: var(--paper); }
-h1 { font-size: 1.6rem; line-height: 1.2; } h2 { margin-top: 2.6rem; border-bottom: 1px solid var(--line); }
-a { color: var(--link); } .note, figcaption { color: var(--pale); font-size: .9rem; }
-figcaption b { color: var(--ink); }
-figure { margin: 1.6rem 0; } .card { background: var(--card); border-radius: 6px; padding: .5rem; }
-.card svg, .card img { display: block; width: 100%; height: auto; }
-.scroll { overflow-x: auto; max-width: 100%; } table { border-collapse: collapse; font-size: .86rem; }
-th, td { padding: .25rem .6rem; border-bottom: 1px solid var(--line); text-align: right; vertical-align: top; }
-th:first-child, td:first-child, th:nth-child(2), td:nth-child(2) { text-align: left; }
-thead th { border-bottom: 2px solid var(--line); }
-pre { font-size: .8rem; color: var(--pale); white-space: pre-wrap; overflow-wrap: anywhere; margin: .3rem 0; }
-.claim { border-left: 4px solid var(--none); padding: .1rem 0 .1rem .8rem; margin: 1rem 0; overflow-wrap: anywhere; }
-.claim p { margin: .25rem 0; } .v { font-weight: 600; }
-.holds { border-color: var(--good); } .part { border-color: var(--part); } .not { border-color: var(--bad); }
-.holds .v { color: var(--good); } .part .v { color: var(--part); } .not .v { color: var(--bad); }
-nav { display: flex; flex-wrap: wrap; gap: .2rem 1rem; }
-"""
 KINDS: dict[str, str] = dict(zip(VERDICTS, ("holds", "part", "not", "none", "none"), strict=True))
 
 
@@ -65,33 +57,12 @@ class View(NamedTuple):
     presets: tuple[str, ...] = ()  # whose records it takes, also of runs that ran out of time; none: small ones
 
 
-def _toy(found: list[Found]) -> Shown:
-    one = toy.Toy(*found[0])
-    return toy.tables(one), toy.pictures(one), toy.claims(one)
-
-
-def _memory(found: list[Found]) -> Shown:
-    return memory.tables(*found[0]), memory.pictures(*found[0]), memory.claims(*found[0])
-
-
-def _accounting(found: list[Found]) -> Shown:
-    return accounting.tables(*found[0]), [], accounting.claims(*found[0])
-
-
-def _stability(found: list[Found]) -> Shown:
-    return theory.tables(*found[0]), theory.pictures(*found[0]), theory.claims(*found[0])
-
-
-def _explain(found: list[Found]) -> Shown:
-    return [], theory.explained(*found[0]), []
-
-
 PUBLISHED = ("paper", "cpu-published")
 VIEWS = (
-    View("explain", "How it works (Figures 1 to 3)", ("explain",), _explain),
-    View("accounting", "Cost of the methods (Table 1)", ("accounting",), _accounting),
-    View("toy", "Toy gradients (Figure 4 a, b)", ("toy",), _toy),
-    View("memory", "Memory (Figure 4 c)", ("memory",), _memory),
+    View("explain", "How it works (Figures 1 to 3)", ("explain",), theory.show_drawings),
+    View("accounting", "Cost of the methods (Table 1)", ("accounting",), accounting.show),
+    View("toy", "Toy gradients (Figure 4 a, b)", ("toy",), toy.show),
+    View("memory", "Memory (Figure 4 c)", ("memory",), memory.show),
     View("images", "Images (Figure 5)", ("cifar10", "digits", "mnist"), images.show),
     View("solvers", "Other solvers, attacks (Tables 2, 3, Figure 6)", ("solvers",), solvers.show),
     View("feasibility", "ImageNet on GPUs of 11 GB", ("feasibility",), feasibility.show),
@@ -99,20 +70,10 @@ VIEWS = (
     View("speech", "Neural CDE (Table 5)", ("paths",), series.paths),
     View("damping", "Damping (Table 7)", ("paths", "latent"), series.damping),
     View("flows", "Continuous flows (Table 6)", ("flows",), flows.show),
-    View("flow_memory", "Memory of flows", ("flow_memory",), flows.memory),
-    View("plane", "Flows in the plane", ("densities",), flows.plane),
+    View("flow_memory", "Memory of flows", ("flow_memory",), flow_memory.show),
+    View("plane", "Flows in the plane", ("densities",), plane.show),
     View("published", "Series at the published size", ("latent", "paths"), series.published, PUBLISHED),
-    View("stability", "Theorems: stability, orders, ways back", ("stability",), _stability),
-)
-AWAITED = (  # claims of views that have no record yet: which view, what, where
-    ("images", "MALI is as accurate as ACA, more than naive and adjoint, two to three times as fast", "Figure 5"),
-    ("solvers", "A network trained with MALI keeps its accuracy under other solvers; a ResNet does not", "Table 2"),
-    ("solvers", "A Neural ODE is more robust to FGSM than a ResNet, across solvers", "Table 3"),
-    ("feasibility", "On ImageNet MALI trains, naive and ACA cannot", "Section 4.2"),
-    ("latent", "A latent ODE trained with MALI has the lowest error on MuJoCo", "Table 4"),
-    ("speech", "A Neural CDE trained with MALI has the highest accuracy on Speech Commands", "Table 5"),
-    ("flows", "MALI trains FFJORD to fewer bits per dimension", "Table 6"),
-    ("damping", "Damping changes results little", "Table 7"),
+    View("stability", "Theorems: stability, orders, ways back", ("stability",), theory.show_stability),
 )
 
 
@@ -187,7 +148,7 @@ def page(found: list[Chapter]) -> str:
         body += [picture.html() for picture in chapter.pictures] + [table.html() for table in chapter.tables]
     head = "<meta charset=utf-8><meta name=viewport content='width=device-width, initial-scale=1'>"
     title = "<title>torchmali: results</title><link rel=icon href='data:,'>"
-    head = f"<head>{head}{title}<style>{STYLE}</style></head>"
+    head = f"<head>{head}{title}<style>{style.PAGE}</style></head>"
     return f"<!doctype html><html lang=en>{head}<body>{''.join(body)}</body></html>\n"
 
 

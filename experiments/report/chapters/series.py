@@ -10,13 +10,14 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from experiments.show import COLORS, Cell, Claim, Found, Picture, Shown, Table, bare, short
-from experiments.views.images import Groups, commands, seeds_of, spread, together, verdict
+from experiments.methods import label
+from experiments.report.claims import Claim, made, verdict
+from experiments.report.figures import Picture
+from experiments.report.runs import Found, Groups, Shown, chosen, commands, seeds_of, spread, together
+from experiments.report.style import COLORS, OBSERVED, REFERENCE, TRUTH, plain_axes
+from experiments.report.tables import Cell, Table, short
 
-NAMES = {
-    "rnn": "RNN, dt", "gru_d": "GRU-D", "adjoint": "adjoint", "seminorm": "seminorm", "naive": "naive", "aca": "ACA",
-    "mali": "MALI", "alf4": "MALI alf4", "exact": "MALI exact",
-}  # fmt: skip
+NAMES = {name: label(name) for name in ("rnn", "gru_d", "adjoint", "seminorm", "naive", "aca", "mali", "alf4", "exact")}
 
 # The paper's: test MSE x 0.01 by fraction observed; accuracy on Speech Commands; both by damping
 PAPER_4 = {
@@ -37,10 +38,7 @@ PAPER_7 = {
     0.85: ("93.7 ± 0.3", 0.33, 0.27),
 }
 FRACTIONS = (0.1, 0.2, 0.5)
-
-
-def chosen(found: Sequence[Found], **config: Any) -> list[Found]:
-    return [one for one in found if all(one.record.config.get(name) == value for name, value in config.items())]
+ByFraction = dict[float, Groups]
 
 
 def by_method(found: Sequence[Found]) -> Groups:
@@ -93,7 +91,7 @@ def latent(found: list[Found]) -> Shown:
         caption += "makes of them; trained with MALI, 10 % observed."
         draw = partial(_draw, runs[0])
         pictures.append(Picture("latent", "Gaps filled by a latent ODE", caption, draw, commands(runs[:1])))
-    return [table], pictures, _latent_claims(plain, mean)
+    return [table], pictures, latent_claims(plain, mean)
 
 
 CHANNELS = ("position x", "position z", "angle", "speed of the angle")
@@ -105,12 +103,14 @@ def _draw(one: Found) -> Figure:
     axes = figure.subplots(len(CHANNELS), len(series), squeeze=False, sharex=True, sharey="row")
     for column, found in enumerate(series):
         for row, name in enumerate(CHANNELS):
-            ax = bare(axes[row][column], f"series {column + 1}" if row == 0 else "", "", name if column == 0 else "")
+            ax = plain_axes(
+                axes[row][column], f"series {column + 1}" if row == 0 else "", "", name if column == 0 else ""
+            )
             x, seen = found["x"][row], found["observed"]
-            ax.plot(x, color="#b0b0b0", linewidth=3)
+            ax.plot(x, color=TRUTH, linewidth=3)
             for sample in found["rebuilt"]:
                 ax.plot(sample[row], color=COLORS["MALI"], linewidth=1, alpha=0.7)
-            ax.plot(seen, [x[i] for i in seen], "o", color="#d98c21", markersize=3.5)
+            ax.plot(seen, [x[i] for i in seen], "o", color=OBSERVED, markersize=3.5)
         axes[-1][column].set_xlabel("time", fontsize=9)
     return figure
 
@@ -129,57 +129,81 @@ def _costs(found: Sequence[Found]) -> list[Cell | str]:
     return [Cell(f"{seconds:.1f}", path), Cell(counts, path), Cell(f"{record.results['peak_bytes'] / 1e6:.1f}", path)]
 
 
-def _latent_claims(found: Sequence[Found], mean: float) -> list[Claim]:
-    """Each of the methods that it names, with the same seeds; not made where one of them was not run."""
-    at = {fraction: by_method(chosen(found, fraction=fraction)) for fraction in FRACTIONS}
-    where, claims = "Section 4.3, Table 4", []
+# Claims: each of the methods that it names, with the same seeds; none where one of them was not run.
 
-    def claim(text: str, holds: list[bool], numbers: str, groups: Sequence[Groups], where: str = where) -> None:
-        paths = [group[0].path for its in groups for group in its.values()]
-        claims.append(Claim(where, text, verdict(holds), f"{numbers} ({seeds_of(groups[0])}.)", paths))
 
+def _claim(where: str, text: str, holds: Sequence[bool], numbers: str, groups: Sequence[Groups]) -> Claim:
+    paths = [group[0].path for its in groups for group in its.values()]
+    return Claim(where, text, verdict(holds), f"{numbers} ({seeds_of(groups[0])}.)", paths)
+
+
+def error_falls_with_observations(at: ByFraction, where: str) -> Claim | None:
     by_fraction = {m: {f"{f}": groups[m] for f, groups in at.items() if m in groups} for m in NAMES}
     falling = {m: its for m, groups in by_fraction.items() if (its := together(groups, *map(str, FRACTIONS)))}
-    if falling:
-        means = {m: [statistics.fmean(errors(group)) for group in its.values()] for m, its in falling.items()}
-        numbers = "; ".join(f"{NAMES[m]} {', '.join(short(x, 3) for x in values)}" for m, values in means.items())
-        holds = [values[0] > values[1] > values[2] for values in means.values()]
-        text = "The error falls as more points are observed (10, 20, 50 %)"
-        claim(text, holds, f"x 0.01: {numbers}.", list(falling.values()))
-    if its := together(at[0.1], "mali", "rnn", "gru_d"):
-        mean_error = {m: statistics.fmean(errors(group)) for m, group in its.items()}
-        later = {m: statistics.fmean(errors(group, "test_mse_later")) for m, group in its.items()}
-        said = [", ".join(f"{NAMES[m]} {short(x, 3)}" for m, x in of.items()) for of in (mean_error, later)]
-        numbers = f"At 10 %: {said[0]}; without the first point, which those are given, or do not know: {said[1]}."
-        holds = [of["mali"] < of[m] for of in (mean_error, later) for m in ("rnn", "gru_d")]
-        claim("A latent ODE has a smaller error than recurrent networks", holds, numbers, [its])
+    if not falling:
+        return None
+    means = {m: [statistics.fmean(errors(group)) for group in its.values()] for m, its in falling.items()}
+    numbers = "; ".join(f"{NAMES[m]} {', '.join(short(x, 3) for x in values)}" for m, values in means.items())
+    holds = [values[0] > values[1] > values[2] for values in means.values()]
+    text = "The error falls as more points are observed (10, 20, 50 %)"
+    return _claim(where, text, holds, f"x 0.01: {numbers}.", list(falling.values()))
+
+
+def better_than_recurrent_networks(at: ByFraction, where: str) -> Claim | None:
+    its = together(at[0.1], "mali", "rnn", "gru_d")
+    if not its:
+        return None
+    mean_error = {m: statistics.fmean(errors(group)) for m, group in its.items()}
+    later = {m: statistics.fmean(errors(group, "test_mse_later")) for m, group in its.items()}
+    said = [", ".join(f"{NAMES[m]} {short(x, 3)}" for m, x in of.items()) for of in (mean_error, later)]
+    numbers = f"At 10 %: {said[0]}; without the first point, which those are given, or do not know: {said[1]}."
+    holds = [of["mali"] < of[m] for of in (mean_error, later) for m in ("rnn", "gru_d")]
+    return _claim(where, "A latent ODE has a smaller error than recurrent networks", holds, numbers, [its])
+
+
+def error_is_that_of_aca_and_naive(at: ByFraction, where: str) -> Claim | None:
     shared = {f: its for f in FRACTIONS if (its := together(at[f], "mali", *ALLOWED))}
-    if shared:
-        holds, parts = [], []
-        for method, (low, high) in ALLOWED.items():
-            ratios = [
-                statistics.fmean(errors(x["mali"])) / statistics.fmean(errors(x[method])) for x in shared.values()
-            ]
-            holds += [low <= ratio <= high for ratio in ratios]
-            parts.append(f"{NAMES[method]}'s {', '.join(f'{x:.2f}' for x in ratios)}")
-        text = "MALI's error is that of ACA and naive (15 % allowed) and no larger than the adjoint's (5 % allowed)"
-        fractions = ", ".join(f"{f:.0%}" for f in shared)
-        claim(text, holds, f"At {fractions}, MALI's over {'; over '.join(parts)}.", list(shared.values()))
-    if its := together(at[0.1], "mali"):
-        error = statistics.fmean(errors(its["mali"]))
-        numbers = f"MALI {short(error, 3)} at 10 %, the mean as prediction {short(mean, 3)}."
-        claim("MALI halves the error of the mean", [error <= mean / 2], numbers, [its], "a floor: it learns")
-    return [*claims, *_memory_claims(at[0.1], "Section 4.3, Table 4", "of the generative solve")]
+    if not shared:
+        return None
+    holds, parts = [], []
+    for method, (low, high) in ALLOWED.items():
+        ratios = [statistics.fmean(errors(x["mali"])) / statistics.fmean(errors(x[method])) for x in shared.values()]
+        holds += [low <= ratio <= high for ratio in ratios]
+        parts.append(f"{NAMES[method]}'s {', '.join(f'{x:.2f}' for x in ratios)}")
+    text = "MALI's error is that of ACA and naive (15 % allowed) and no larger than the adjoint's (5 % allowed)"
+    fractions = ", ".join(f"{f:.0%}" for f in shared)
+    numbers = f"At {fractions}, MALI's over {'; over '.join(parts)}."
+    return _claim(where, text, holds, numbers, list(shared.values()))
+
+
+def halves_the_error_of_the_mean(at: ByFraction, mean: float) -> Claim | None:
+    its = together(at[0.1], "mali")
+    if not its:
+        return None
+    error = statistics.fmean(errors(its["mali"]))
+    numbers = f"MALI {short(error, 3)} at 10 %, the mean as prediction {short(mean, 3)}."
+    return _claim("a floor: it learns", "MALI halves the error of the mean", [error <= mean / 2], numbers, [its])
+
+
+def latent_claims(found: Sequence[Found], mean: float) -> list[Claim]:
+    at, where = {f: by_method(chosen(found, fraction=f)) for f in FRACTIONS}, "Section 4.3, Table 4"
+    return made(
+        error_falls_with_observations(at, where),
+        better_than_recurrent_networks(at, where),
+        error_is_that_of_aca_and_naive(at, where),
+        halves_the_error_of_the_mean(at, mean),
+        memory_does_not_grow(at[0.1], where, "of the generative solve"),
+    )
 
 
 ALLOWED = {"aca": (1 / 1.15, 1.15), "naive": (1 / 1.15, 1.15), "adjoint": (0.0, 1.05)}  # MALI's error over theirs
 
 
-def _memory_claims(groups: Groups, where: str, what: str) -> list[Claim]:
+def memory_does_not_grow(groups: Groups, where: str, what: str) -> Claim | None:
     """Flat: within 5 %. Linear: what halving h adds doubles each time, within 20 %."""
     its = together(groups, "mali", "aca", "naive")
     if not its:
-        return []
+        return None
     peaks = {m: list(group[0].record.results["peak_bytes_by_h"].values()) for m, group in its.items()}
     parts = [f"{NAMES[m]} {', '.join(f'{x / 1e6:.3g}' for x in values)} MB" for m, values in peaks.items()]
     holds = [max(peaks["mali"]) <= 1.05 * min(peaks["mali"])]
@@ -189,7 +213,7 @@ def _memory_claims(groups: Groups, where: str, what: str) -> list[Claim]:
     text = "MALI's memory does not grow with the steps; that of ACA and naive grows in proportion"
     sizes = ", ".join(its["mali"][0].record.results["peak_bytes_by_h"])
     numbers = f"Peak {what}, there and back, with steps of {sizes} (ALF without refresh): {'; '.join(parts)}."
-    return [Claim(where, text, verdict(holds), numbers, [group[0].path for group in its.values()])]
+    return Claim(where, text, verdict(holds), numbers, [group[0].path for group in its.values()])
 
 
 # Table 5
@@ -224,45 +248,71 @@ def paths(found: list[Found]) -> Shown:
         if data == "table":
             notes += " The paper: 24,482 clips of v0.02, no split by speaker, 88,940 parameters: not comparable."
         tables.append(Table(f"5-paths-{data}", f"Table 5: Neural CDE, {title}", columns, rows, notes, commands(here)))
-        claims += _path_claims(data, title, by)
+        claims += path_claims(data, title, by)
     return tables, [], claims
 
 
-def _path_claims(data: str, title: str, by: Groups) -> list[Claim]:
-    where, claims = f"Section 4.3, Table 5; here {title}", []
+def as_accurate_as_the_best(by: Groups, where: str) -> Claim | None:
+    its = together(by, *ORDER)
+    if not its:
+        return None
+    mean = {method: statistics.fmean(accuracies(group)) for method, group in its.items()}
+    text = "MALI is as accurate as the best of the others (1 point allowed)"
+    return _claim(where, text, [mean["mali"] >= max(mean.values()) - 1], _accuracies_in_words(its), [its])
 
-    def claim(text: str, holds: list[bool], numbers: str, its: Groups, where: str = where) -> None:
-        paths = [group[0].path for group in its.values()]
-        claims.append(Claim(where, text, verdict(holds), f"{numbers} ({seeds_of(its)}.)", paths))
 
-    if its := together(by, *ORDER):
-        values = {method: accuracies(group) for method, group in its.items()}
-        mean = {method: statistics.fmean(x) for method, x in values.items()}
-        said = f"{', '.join(f'{NAMES[m]} {spread(x, 1)} %' for m, x in values.items())}."
-        text = "MALI is as accurate as the best of the others (1 point allowed)"
-        claim(text, [mean["mali"] >= max(mean.values()) - 1], said, its)
-        text = "In the order MALI, ACA = naive, seminorm, adjoint, apart by more than the deviation over seeds"
-        apart = {}
-        for first, second in itertools.pairwise(ORDER):
-            noise = max(statistics.stdev(values[m]) if len(values[m]) > 1 else 0.0 for m in (first, second))
-            difference, equal = mean[first] - mean[second], (first, second) == ("aca", "naive")
-            pair = f"{NAMES[first]} {'=' if equal else '>'} {NAMES[second]}"
-            apart[pair] = abs(difference) <= noise if equal else difference > noise
-        seen = ", ".join(pair for pair, holds in apart.items() if holds)
-        claim(text, list(apart.values()), f"{said} Of the four relations, seen here: {seen or 'none'}.", its)
-    if its := together(by, "adjoint", "seminorm"):
-        back = {
-            m: statistics.fmean(statistics.fmean(one.record.metrics["evaluations_backward"]) for one in group)
-            for m, group in its.items()
-        }
-        numbers = f"Evaluations backward: adjoint {short(back['adjoint'], 3)}, seminorm {short(back['seminorm'], 3)}."
-        text = "The seminorm saves evaluations on the adjoint's way back"
-        claim(text, [back["seminorm"] < back["adjoint"]], numbers, its)
-    if its := together(by, "mali"):
-        found = statistics.fmean(accuracies(its["mali"]))
-        numbers = f"MALI {found:.1f} %, {FLOORS[data]} % asked for."
-        claim(f"MALI learns {title}", [found >= FLOORS[data]], numbers, its, "a floor: it learns")
-    return [*claims, *_memory_claims(by, where, "of the solve")]
+def order_of_methods(by: Groups, where: str) -> Claim | None:
+    its = together(by, *ORDER)
+    if not its:
+        return None
+    values, apart = {method: accuracies(group) for method, group in its.items()}, {}
+    for first, second in itertools.pairwise(ORDER):
+        noise = max(statistics.stdev(values[m]) if len(values[m]) > 1 else 0.0 for m in (first, second))
+        difference = statistics.fmean(values[first]) - statistics.fmean(values[second])
+        equal = (first, second) == ("aca", "naive")
+        pair = f"{NAMES[first]} {'=' if equal else '>'} {NAMES[second]}"
+        apart[pair] = abs(difference) <= noise if equal else difference > noise
+    seen = ", ".join(pair for pair, holds in apart.items() if holds)
+    numbers = f"{_accuracies_in_words(its)} Of the four relations, seen here: {seen or 'none'}."
+    text = "In the order MALI, ACA = naive, seminorm, adjoint, apart by more than the deviation over seeds"
+    return _claim(where, text, list(apart.values()), numbers, [its])
+
+
+def _accuracies_in_words(its: Groups) -> str:
+    return f"{', '.join(f'{NAMES[m]} {spread(accuracies(group), 1)} %' for m, group in its.items())}."
+
+
+def seminorm_saves_evaluations(by: Groups, where: str) -> Claim | None:
+    its = together(by, "adjoint", "seminorm")
+    if not its:
+        return None
+    back = {
+        m: statistics.fmean(statistics.fmean(one.record.metrics["evaluations_backward"]) for one in group)
+        for m, group in its.items()
+    }
+    numbers = f"Evaluations backward: adjoint {short(back['adjoint'], 3)}, seminorm {short(back['seminorm'], 3)}."
+    text = "The seminorm saves evaluations on the adjoint's way back"
+    return _claim(where, text, [back["seminorm"] < back["adjoint"]], numbers, [its])
+
+
+def learns(by: Groups, data: str, title: str) -> Claim | None:
+    its = together(by, "mali")
+    if not its:
+        return None
+    found = statistics.fmean(accuracies(its["mali"]))
+    numbers = f"MALI {found:.1f} %, {FLOORS[data]} % asked for."
+    return _claim("a floor: it learns", f"MALI learns {title}", [found >= FLOORS[data]], numbers, [its])
+
+
+def path_claims(data: str, title: str, by: Groups) -> list[Claim]:
+    where = f"Section 4.3, Table 5; here {title}"
+    return made(
+        as_accurate_as_the_best(by, where),
+        order_of_methods(by, where),
+        seminorm_saves_evaluations(by, where),
+        learns(by, data, title),
+        memory_does_not_grow(by, where, "of the solve"),
+    )
 
 
 ORDER = ("mali", "aca", "naive", "seminorm", "adjoint")  # the paper's
@@ -276,7 +326,8 @@ TASKS = {
     "latent, 10 % observed, x 0.01": ("latent", {"fraction": 0.1}),
     "latent, 20 % observed, x 0.01": ("latent", {"fraction": 0.2}),
 }
-RELIABLE = 1e-3  # largest error of the way back
+RELIABLE = 1e-3  # largest error of a rebuilt state
+Damped = dict[tuple[str, float, bool], list[Found]]  # by task, eta, and whether without checkpoints
 
 
 def damping(found: list[Found]) -> Shown:
@@ -291,25 +342,9 @@ def damping(found: list[Found]) -> Shown:
     if not any(eta < 1 for _, eta, _ in runs):
         return [], [], []
     kept = [one for group in runs.values() for one in group]
-    values, errors_back = [], []
-    for eta in ETAS:
-        quality: list[Cell | str] = []
-        worst: list[Cell | str] = []
-        for i, task in enumerate(TASKS):
-            paper = PAPER_7[eta][i]
-            for unsafe in (False, True):
-                group = runs.get((task, eta, unsafe), [])
-                digits = 1 if i == 0 else 2
-                said = spread(_quality(group), digits) if group else "-"
-                if not unsafe:
-                    said += f" ({paper})"
-                elif its := _both(runs, task, eta):
-                    said += f"; safe, {seeds_of(its)}: {spread(_quality(its['safe']), digits)}"
-                quality.append(Cell(said, group[0].path) if group else "-")
-                worst.append(Cell(short(worst_way_back(group)), group[0].path) if group else "-")
-        values.append([f"{eta:g}", *quality])
-        errors_back.append([f"{eta:g}", *worst])
-    columns = ("eta", *(f"{task}: {way}" for task in TASKS for way in ("safe", "as published")))
+    values = [[f"{eta:g}", *_damped_results(runs, eta)] for eta in ETAS]
+    errors_back = [[f"{eta:g}", *_damped_errors(runs, eta)] for eta in ETAS]
+    columns = ("eta", *(f"{task}: {kind}" for task in TASKS for kind in ("safe", "as published")))
     notes = "Safe: with checkpoints that keep the way back exact. As published: without, beside the safe runs with "
     notes += "the same seeds. In parentheses the paper's (on Speech Commands, and on Hopper at full size)."
     tables = [Table("7", "Table 7: damped MALI", columns, values, notes, commands(kept))]
@@ -317,14 +352,34 @@ def damping(found: list[Found]) -> Shown:
     notes += f"{RELIABLE:g} gradients are not those of the solve; in the safe columns such a part is solved again."
     title = "Table 7: how exact the way back was"
     tables.append(Table("7-back", title, columns, errors_back, notes, commands(kept)))
-    return tables, [], _damping_claims(runs)
+    return tables, [], made(damping_changes_little(runs), reconstruction_without_checkpoints_is_exact(runs))
+
+
+def _damped_results(runs: Damped, eta: float) -> list[Cell | str]:
+    cells: list[Cell | str] = []
+    for i, task in enumerate(TASKS):
+        digits = 1 if i == 0 else 2
+        for unsafe in (False, True):
+            group = runs.get((task, eta, unsafe), [])
+            said = spread(_quality(group), digits) if group else "-"
+            if not unsafe:
+                said += f" ({PAPER_7[eta][i]})"
+            elif its := _both(runs, task, eta):
+                said += f"; safe, {seeds_of(its)}: {spread(_quality(its['safe']), digits)}"
+            cells.append(Cell(said, group[0].path) if group else "-")
+    return cells
+
+
+def _damped_errors(runs: Damped, eta: float) -> list[Cell | str]:
+    groups = [runs.get((task, eta, unsafe), []) for task in TASKS for unsafe in (False, True)]
+    return [Cell(short(worst_reconstruction(group)), group[0].path) if group else "-" for group in groups]
 
 
 def _damped(found: Sequence[Found], experiment: str, fields: dict[str, Any]) -> list[Found]:
     return [one for one in chosen(found, method="mali", **fields) if one.record.experiment == experiment]
 
 
-def _both(runs: dict[tuple[str, float, bool], list[Found]], task: str, eta: float) -> Groups:
+def _both(runs: Damped, task: str, eta: float) -> Groups:
     """Safe and unsafe runs with the same seeds."""
     groups = {name: runs.get((task, eta, name == "unsafe"), []) for name in ("safe", "unsafe")}
     return together(groups, *groups)
@@ -334,12 +389,11 @@ def _quality(group: Sequence[Found]) -> list[float]:
     return accuracies(group) if group[0].record.experiment == "paths" else errors(group)
 
 
-def worst_way_back(group: Sequence[Found]) -> float:
+def worst_reconstruction(group: Sequence[Found]) -> float:
     return max(max(one.record.metrics["reconstruction_error"]) for one in group)
 
 
-def _damping_claims(runs: dict[tuple[str, float, bool], list[Found]]) -> list[Claim]:
-    where, claims = "Appendix, Table 7", []
+def damping_changes_little(runs: Damped) -> Claim | None:
     holds, parts, paths = [], [], []
     for task in TASKS:
         found = {f"{eta}": runs[task, eta, False] for eta in ETAS if (task, eta, False) in runs}
@@ -352,27 +406,32 @@ def _damping_claims(runs: dict[tuple[str, float, bool], list[Found]]) -> list[Cl
         holds.append(wide <= (2 if in_points else 20))
         parts.append(f"{task.split(',')[0]} {wide:.1f} points" if in_points else f"{task[:12]} {wide:.0f} %")
         paths += [group[0].path for group in its.values()]
-    if holds:
-        text = "Damping changes results little (2 points, 20 % allowed)"
-        claims.append(Claim(where, text, verdict(holds), f"Largest against smallest: {', '.join(parts)}.", paths))
+    if not holds:
+        return None
+    text = "Damping changes results little (2 points, 20 % allowed)"
+    numbers = f"Largest against smallest: {', '.join(parts)}."
+    return Claim("Appendix, Table 7", text, verdict(holds), numbers, paths)
+
+
+def reconstruction_without_checkpoints_is_exact(runs: Damped) -> Claim | None:
     unsafe = {(task, eta): group for (task, eta, unsafe), group in runs.items() if unsafe and eta < 1}
-    if unsafe:
-        wrong = [f"{task.split(', x')[0].split(', row')[0]}, eta {eta:g}: {short(worst_way_back(group))}"
-                 for (task, eta), group in unsafe.items() if worst_way_back(group) > RELIABLE]  # fmt: skip
-        text = "The way back without checkpoints, as published, is exact for eta < 1"
-        cells = f"{len(wrong)} of {len(unsafe)} cells ({3 * len(TASKS) - len(unsafe)} not run)"
-        numbers = f"Beyond {RELIABLE:g} in {cells}: {'; '.join(wrong) or 'none'}."
-        pairs = [its for task, eta in unsafe if (its := _both(runs, task, eta))]
-        means = [[statistics.fmean(_quality(group)) for group in its.values()] for its in pairs]
-        if means:
-            apart = max(abs(other / safe - 1) for safe, other in means)
-            numbers += (
-                f" What was learned does not show it: within {100 * apart:.0f} % of the safe runs with the same seeds."
-            )
-        exact = [worst_way_back(group) <= RELIABLE for group in unsafe.values()]
-        paths = [group[0].path for group in unsafe.values()]
-        claims.append(Claim("Appendix A.5, implied", text, verdict(exact), numbers, paths))
-    return claims
+    if not unsafe:
+        return None
+    wrong = [f"{task.split(', x')[0].split(', row')[0]}, eta {eta:g}: {short(worst_reconstruction(group))}"
+             for (task, eta), group in unsafe.items() if worst_reconstruction(group) > RELIABLE]  # fmt: skip
+    text = "The way back without checkpoints, as published, is exact for eta < 1"
+    cells = f"{len(wrong)} of {len(unsafe)} cells ({3 * len(TASKS) - len(unsafe)} not run)"
+    numbers = f"Beyond {RELIABLE:g} in {cells}: {'; '.join(wrong) or 'none'}."
+    pairs = [its for task, eta in unsafe if (its := _both(runs, task, eta))]
+    means = [[statistics.fmean(_quality(group)) for group in its.values()] for its in pairs]
+    if means:
+        apart = max(abs(other / safe - 1) for safe, other in means)
+        numbers += (
+            f" What was learned does not show it: within {100 * apart:.0f} % of the safe runs with the same seeds."
+        )
+    exact = [worst_reconstruction(group) <= RELIABLE for group in unsafe.values()]
+    paths = [group[0].path for group in unsafe.values()]
+    return Claim("Appendix A.5, implied", text, verdict(exact), numbers, paths)
 
 
 # At the published size
@@ -396,7 +455,7 @@ def published(found: list[Found]) -> Shown:
             f"{record.results['parameters']:,}", quality,
             f"{statistics.fmean(record.seconds['training_cpu']):.0f}",
             f"{record.metrics['evaluations_forward'][-1]:.0f} + {record.metrics['evaluations_backward'][-1]:.0f}",
-            f"{record.metrics['refreshes'][-1]:.1f}", short(worst_way_back([one])),
+            f"{record.metrics['refreshes'][-1]:.1f}", short(worst_reconstruction([one])),
             f"{record.results['peak_bytes'] / 1e6:.0f}",
         ]  # fmt: skip
         name = "latent ODE, 10 % observed: test MSE" if latent_run else "Neural CDE: validation accuracy"
@@ -428,12 +487,12 @@ def _draw_published(found: Sequence[Found]) -> Figure:
         metrics = one.record.metrics
         latent_run = one.record.experiment == "latent"
         title = "latent ODE: MSE x 0.01" if latent_run else "Neural CDE: accuracy, %"
-        bare(ax, f"{title} (training thin, held out thick)", "epoch")
+        plain_axes(ax, f"{title} (training thin, held out thick)", "epoch")
         keys = ("train_mse", "validation_mse") if latent_run else ("train_accuracy", "validation_accuracy")
         for key, width in zip(keys, (1, 2), strict=True):
             values = [100 * x for x in metrics[key]]
             ax.plot(range(1, 1 + len(values)), values, "o-", markersize=3, linewidth=width, color=COLORS["MALI"])
-        ax.axhline(0.35 if latent_run else 93.7, color="#808080", linestyle="--", linewidth=1)
+        ax.axhline(0.35 if latent_run else 93.7, color=REFERENCE, linestyle="--", linewidth=1)
         if latent_run:
             ax.set_yscale("log")
     return figure

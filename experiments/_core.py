@@ -1,6 +1,6 @@
 """Names of torchmali's core that are not public: experiments import them from here, and from nowhere else.
 
-A public name that replaces one of these is swapped in here. tests/experiments/test_layers.py enforces the rule.
+A public name that replaces one of these is swapped in here (tests/experiments/test_experiments_layers.py).
 """
 
 from torchmali.controllers import Pace, Start, _AdaptivePace

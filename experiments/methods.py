@@ -17,7 +17,7 @@ import torchmali as tm
 
 @dataclass(frozen=True)
 class Solve:
-    """How an ODE on [0, end] is solved and differentiated."""
+    """Solver, controller and gradient method for an ODE on [0, end]."""
 
     solver: tm.Solver
     controller: tm.StepController

@@ -22,7 +22,7 @@ class Digits(NamedTuple):
 
 
 def load(seed: int, n_validation: int = 270, n_test: int = 270) -> Digits:
-    """The same seed gives the same split. Images are uint8 (n, 8, 8)."""
+    """Load images as uint8 (n, 8, 8). The same seed gives the same split."""
     if load_digits is None:
         raise DataError("The digits come with scikit-learn, which is not installed: pip install scikit-learn.")
     pixels, target = load_digits(return_X_y=True)

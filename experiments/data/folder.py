@@ -27,7 +27,7 @@ SUFFIXES = (".jpg", ".jpeg", ".png")
 
 @dataclass(frozen=True)
 class Index:
-    """Which pictures there are, sorted by class and name; nothing is decoded yet."""
+    """Paths of the pictures, sorted by class and name; nothing is decoded yet."""
 
     classes: tuple[str, ...]
     paths: tuple[Path, ...]
@@ -52,7 +52,7 @@ class Box(NamedTuple):
 
 
 def index(root: Path | None) -> Pictures:
-    """Of both parts, which must have the same classes."""
+    """Index both parts, which must have the same classes."""
     train, val = _index(root, "train"), _index(root, "val")
     if train.classes != val.classes:
         only = sorted(set(train.classes) ^ set(val.classes))
@@ -100,7 +100,7 @@ def random_crops(
 def draw_box(
     height: int, width: int, generator: torch.Generator, scale: tuple[float, float], ratio: tuple[float, float]
 ) -> Box:
-    """scale: part of the area; ratio: width over height, uniform in its logarithm. As torchvision draws it."""
+    """Draw a part of a picture as torchvision does. scale: of the area; ratio: width over height, log-uniform."""
 
     def uniform(low: float, high: float) -> float:
         return low + (high - low) * torch.rand((), generator=generator, dtype=torch.float64).item()

@@ -34,7 +34,7 @@ N_POSITIONS, N_CHANNELS = 7, 14
 
 
 class Model(NamedTuple):
-    """text: hopper.xml. parts: what it includes, by name. made_by: in whose hands it gives the same numbers."""
+    """Model of Hopper: hopper.xml, the files that it includes, and the versions that give the same numbers."""
 
     text: str
     parts: dict[str, bytes]
@@ -65,7 +65,7 @@ def chunk(path: Path, start: np.ndarray, length: int, dtype: str) -> None:
 
 
 def trajectories(start: np.ndarray, length: int) -> np.ndarray:
-    """start: (trajectory, channel). `mujoco.rollout` gives the same bits as single steps, in less time."""
+    """Simulate from start (trajectory, channel). `mujoco.rollout` gives the same bits as single steps, in less time."""
     text, parts, _ = model()
     engine: Any = mujoco  # its type hints say less than it does
     hopper = engine.MjModel.from_xml_string(text, parts)
@@ -84,7 +84,7 @@ def trajectories(start: np.ndarray, length: int) -> np.ndarray:
 
 
 def end_with_parent() -> None:
-    """A killed parent cannot end its children; they look after it."""
+    """End this process when its parent has ended: a killed parent cannot end its children."""
     parent = os.getppid()
 
     def look() -> None:

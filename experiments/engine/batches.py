@@ -21,7 +21,7 @@ class Batches(Protocol):
     def train(self, epoch: int, order: torch.Generator, subsample: torch.Generator) -> Iterable: ...
 
     def validation(self) -> Sequence[Iterable]:
-        """The first is what an epoch is chosen by; others are watched."""
+        """Sets for validation: an epoch is chosen by the first, the others are only reported."""
         ...
 
     def test(self) -> Iterable: ...
@@ -61,7 +61,7 @@ class Parts:
 
 
 def share(batches: Iterable, rank: int, world: int, even: bool) -> Iterable:
-    """Every world-th batch. even: as many for all, or those with one more would wait for the others for ever."""
+    """Take every world-th batch. even: as many for all, or processes with one more would wait for ever."""
     if isinstance(batches, Parts):  # the others need not be read
         n = len(batches) // world * world if even else len(batches)
         return Parts(batches.rows[rank:n:world], batches.read, batches.workers)

@@ -22,7 +22,7 @@ N_KEPT = 2  # checkpoints; one more than needed, should the last be damaged
 
 
 class CheckpointKeeper(lightning.Callback):
-    """Keeps, after each epoch, all that is needed to go on, and tells how far it is."""
+    """Callback that keeps, after each epoch, all that is needed to go on, and reports progress."""
 
     def __init__(self, run: Run, epochs: int, best: str, lowest: bool):
         self.code = code_hash(run.task.experiment.main)
@@ -36,7 +36,7 @@ class CheckpointKeeper(lightning.Callback):
         self.late = False
 
     def resume(self, module: lightning.LightningModule) -> None:
-        """From the last checkpoint that is what was once written, by the code that is to go on."""
+        """Resume from the last checkpoint that is undamaged and was written by this code."""
         if rank_zero_only.rank == 0:
             for draft in self.run.folder.glob("*.draft"):  # killed while it wrote
                 draft.unlink()
@@ -58,7 +58,7 @@ class CheckpointKeeper(lightning.Callback):
         self._fill()
 
     def _resume_from(self, record: Record, module: lightning.LightningModule) -> None:
-        """Without a checkpoint, as on another machine: from the weights beside the record of a run that is not over."""
+        """Resume without a checkpoint, as on another machine: from weights beside the record of an unfinished run."""
         n = max(map(len, record.metrics.values()), default=0)
         if not self.run.any_code and record.made.get("code") != self.code:
             self.run.notes.append(f"Weights of {n} epochs are by code that has changed since: see --any-code.")
@@ -71,7 +71,7 @@ class CheckpointKeeper(lightning.Callback):
         self.run.notes.append(f"Went on from the weights of {n} epochs; the optimizer's averages began anew.")
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        """From weights alone: epochs and schedules are where they were."""
+        """Set epochs and schedules to where they were, if the run resumes from weights alone."""
         n = 0 if self.checkpoint else len(self.history)
         if n == 0:
             return
@@ -126,7 +126,7 @@ class CheckpointKeeper(lightning.Callback):
         trainer.should_stop = True  # the next epoch is a fit of its own
 
     def on_train_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        """Not at the end of the epoch: schedules by epoch make their step after that."""
+        """Write the checkpoint, here and not at the end of the epoch: schedules by epoch make their step after that."""
         row = {name: float(value) for name, value in trainer.callback_metrics.items()}
         if self.best not in row:
             raise KeyError(f"The module logs no {self.best!r}; it logs {', '.join(row)}.")
@@ -140,7 +140,7 @@ class CheckpointKeeper(lightning.Callback):
         self.late = trainer.strategy.broadcast(late)  # all processes stop, or none
 
     def _compare(self, module: lightning.LightningModule) -> None:
-        """The last epoch with the best before it."""
+        """Compare the last epoch with the best before it."""
         value = self.history[-1][self.best]
         if math.isnan(self.best_value) or self.sign * value > self.sign * self.best_value:
             weights = {name: value.detach().cpu().clone() for name, value in module.state_dict().items()}
@@ -176,7 +176,7 @@ class CheckpointKeeper(lightning.Callback):
 
 
 class UselessCheckpoint(Exception):
-    """A file that is not what was once written to it, or of code that has changed since."""
+    """A checkpoint that is damaged, or was written by code that has changed since."""
 
 
 def _checksum_of(path: Path) -> Path:

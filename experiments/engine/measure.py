@@ -55,12 +55,12 @@ def by_h(block: Any, sizes: Sequence[float], step: Callable[[], None]) -> dict[s
 
 
 def solves(module: nn.Module) -> list[Stats]:
-    """The last of each ODE in a module."""
+    """Statistics of the last solve of each ODE in a module."""
     return [m.last_stats for m in module.modules() if isinstance(m, SolveModule) and m.last_stats]
 
 
 def evaluations(module: nn.Module) -> dict[str, int]:
-    """Of f, in the last forward and backward pass, by all ODEs in a module (0 backward where autograd does it)."""
+    """Evaluations of f in the last forward and backward pass of a module (0 backward where autograd does it)."""
     counted = solves(module)
     return {
         "evaluations_forward": sum(stats.n_evals_forward for stats in counted),

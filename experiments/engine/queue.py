@@ -114,7 +114,7 @@ def _kept_weights(task: Task) -> str:
 
 
 def run_all(tasks: Sequence[Task], options: Options, jobs: int, console: Console) -> bool:
-    """All tasks, `jobs` at a time, with a bar each; true if none failed."""
+    """Run all tasks, `jobs` at a time, with a bar each; true if none failed."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and (jobs > 1 or options.force):
         raise BadOption("Several processes for a run (torchrun) go with neither --jobs nor --force: remove its record.")
     failed = []
@@ -184,7 +184,7 @@ def _work(task: Task, options: Options, news: Any) -> None:
 
 
 def _end_with_parent() -> None:
-    """A killed parent cannot end its children."""
+    """End this process when its parent has ended: a killed parent cannot end its children."""
     parent = os.getppid()
     while os.getppid() == parent:
         time.sleep(0.5)

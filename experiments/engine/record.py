@@ -1,4 +1,4 @@
-"""What a run leaves behind: one JSON file, with all that is needed to do it again, and a checksum."""
+"""Records: one JSON file for each run, with all that is needed to repeat it, and a checksum."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ PACKAGES = ("torch", "torchmali", "numpy", "scipy", "scikit-learn", "lightning",
 
 
 class DamagedRecord(Exception):
-    """A file that is not what was once written to it."""
+    """A record that was changed since it was written, or is none."""
 
 
 @dataclass(frozen=True)
 class Record:
-    """experiment, config: what was asked for. made: with what. metrics: over epochs. results: in the end.
+    """Record of a run: what was asked for, with what it was made, metrics over epochs, results in the end.
 
     seconds holds times, which are never the same twice; all else is, for the same config, packages and machine.
     """
@@ -91,7 +91,7 @@ def checksum(body: Mapping[str, Any]) -> str:
 
 
 def write_in_one_piece(path: Path, content: bytes) -> None:
-    """A reader, or the next run after a crash, sees the old file or the new one, never a part."""
+    """Write a file so that a reader, or the next run after a crash, sees the old or the new one, never a part."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f"{path.name}.{os.getpid()}.draft")
     with draft.open("wb") as file:
@@ -102,7 +102,7 @@ def write_in_one_piece(path: Path, content: bytes) -> None:
 
 
 def set_aside(path: Path) -> Path:
-    """Out of the way, for a look at it later."""
+    """Rename a damaged file, to be looked at later."""
     aside = path.with_name(f"{path.name}.damaged")
     path.replace(aside)
     return aside
@@ -130,7 +130,7 @@ def _version(name: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """Of the code that ran; with a + where it was changed since."""
+    """Commit of the code that ran, with a + where it was changed since."""
 
     def git(*words: str) -> str:
         run = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False)

@@ -23,7 +23,7 @@ from experiments.engine.record import RECORDS, RUNS, Record, code_hash
 
 
 class BadOption(Exception):
-    """Something on the command line is not as it should be; the message says what to do."""
+    """An option of the command line that cannot be used; the message says what to do."""
 
 
 def require_known(what: str, name: str, known: Iterable[str]) -> None:
@@ -34,19 +34,21 @@ def require_known(what: str, name: str, known: Iterable[str]) -> None:
 
 
 class OutOfTime(Exception):
-    """--max-seconds have passed."""
+    """The time of --max-seconds is over."""
 
 
 @dataclass(frozen=True)
 class Config:
-    """What every experiment has; each adds its own fields."""
+    """Settings of a run; each experiment adds its own fields."""
 
     seed: int = 0
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """main: from a config to results, with the help of a `Run`. methods: what --method may name; empty: it has none.
+    """An experiment of the registry. main: from a config to results, with the help of a `Run`.
+
+    methods: names that --method may give; empty: it has none.
 
     usual, seeds: the methods and seeds that are run where none are asked for.
     """
@@ -81,7 +83,7 @@ class Task(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Of its record: the preset, then what was changed of it."""
+        """Name of its record: the preset, then what was changed of it."""
         parts = [self.preset, *(_part(key, value) for key, value in sorted(self.changes.items()))]
         return "-".join(parts)
 
@@ -91,7 +93,7 @@ class Task(NamedTuple):
 
     @property
     def folder(self) -> Path:
-        """Where it keeps what is not finished. Another config of the same name must not find it."""
+        """Folder for what is not finished; another config of the same name has another one."""
         body = json.dumps(dataclasses.asdict(self.config), sort_keys=True, default=str)
         return RUNS / self.experiment.name / f"{self.name}-{hashlib.sha256(body.encode()).hexdigest()[:8]}"
 
@@ -117,7 +119,7 @@ class Task(NamedTuple):
 
     @property
     def weights(self) -> Path:
-        """Those that are kept beside the record."""
+        """Path of the weights that are kept beside the record."""
         return self.path.with_suffix(".pt")
 
 
@@ -128,7 +130,7 @@ def _part(key: str, value: Any) -> str:
 
 
 def _text(value: Any) -> str:
-    """As --set reads it."""
+    """Value of a field as --set reads it."""
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
@@ -141,7 +143,7 @@ Tell = Callable[[float, str], None]
 
 @dataclass
 class Run:
-    """What a running experiment has: a folder, a bar, a deadline, and the pieces that were finished before."""
+    """A running task: its folder, progress bar and deadline, and the pieces that were finished before."""
 
     task: Task
     tell: Tell = lambda done, text: None  # noqa: E731
@@ -168,7 +170,7 @@ class Run:
         return torch.Generator().manual_seed(self.seed(*of))
 
     def log(self, **facts: Any) -> None:
-        """A line of the run's log, which is never rewritten."""
+        """Append a line to the log of the run."""
         with (self.folder / "log.jsonl").open("a") as file:
             file.write(json.dumps(facts) + "\n")
             file.flush()
@@ -226,7 +228,7 @@ def _checked(line: str) -> dict[str, Any] | None:
 def tasks_of(
     experiment: Experiment, preset: str, methods: Iterable[str], seeds: Iterable[int], changes: Mapping[str, Any]
 ) -> list[Task]:
-    """One for each method and seed."""
+    """Make one task for each method and seed."""
     methods, seeds = (
         list(methods) or list(experiment.methods if experiment.usual is None else experiment.usual),
         list(seeds) or list(experiment.seeds),
@@ -250,7 +252,7 @@ def tasks_of(
 
 
 def parsed(experiment: Experiment, preset: str, assignments: Sequence[str]) -> dict[str, Any]:
-    """--set field=value, with the type of the field."""
+    """Parse the assignments field=value of --set, with the type of each field."""
     if preset not in experiment.presets:
         raise BadOption(f"{experiment.name} has no preset {preset!r}; it has {', '.join(experiment.presets)}.")
     hints = typing.get_type_hints(type(experiment.presets[preset]))

@@ -87,7 +87,7 @@ class Classifier(LoggingModule):
 
 
 def log_solves(module: lightning.LightningModule, network: nn.Module) -> None:
-    """Evaluations and refreshes of the last step, means over an epoch, and the worst error of MALI's way back."""
+    """Log evaluations and refreshes of the last step, means over an epoch, and the worst reconstruction error."""
     solved = solves(network)
     if not solved:
         return
@@ -106,7 +106,7 @@ def log_solves(module: lightning.LightningModule, network: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class Devices:
-    """As in `lightning.Trainer`. On several, each process runs the same command (torchrun, strategy="ddp")."""
+    """Devices, as in `lightning.Trainer`. On several, each process runs the same command (torchrun, strategy="ddp")."""
 
     devices: int | list[int] | str = 1
     accelerator: str = "cpu"
@@ -115,7 +115,7 @@ class Devices:
 
 
 class Trained(NamedTuple):
-    """best, last: what was found on the test set, by the weights of the best validation and by the last ones."""
+    """A trained module, and its results on the test set: by the weights of the best validation, by the last ones."""
 
     module: lightning.LightningModule  # with the last weights
     best_epoch: int  # from 1
@@ -166,7 +166,7 @@ def train(
 
 
 def seeds(run: Run, epochs: int) -> dict[str, Any]:
-    """Of all uses of random numbers; a list has one for each epoch."""
+    """Seeds of all uses of random numbers; a list has one for each epoch."""
     by_epoch = {use: [run.seed(use, epoch) for epoch in range(epochs)] for use in ("order", "subsample", "dropout")}
     return {"init": run.seed("init"), **by_epoch, "test": run.seed("test")}
 
@@ -213,7 +213,7 @@ class _Data(lightning.LightningDataModule):
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without Lightning's messages: the run has a bar and a record of its own."""
+    """Silence Lightning's messages: the run has a bar and a record of its own."""
     loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
     levels = [logger.level for logger in loggers]
     try:

@@ -32,7 +32,7 @@ SPLIT = 0
 
 @dataclass(frozen=True)
 class FlowsConfig(Config):
-    """None: for rtol, atol those of the method; for n_train, n_test all.
+    """Settings of a flow. None: for rtol, atol those of the method; for n_train, n_test all.
 
     weight: of both regularisers in the loss, where a method has not one of its own. side: images are averaged to that,
     None: as they are. batches: of training, in an epoch. workers: threads that read pictures.
@@ -116,7 +116,7 @@ def weight(config: FlowsConfig) -> float:
 
 
 def solve_of(config: FlowsConfig) -> Solve:
-    """How the flows are solved and differentiated in training."""
+    """Solver, controller and gradient method of the flows in training."""
     method, _, adaptive = method_of(config)
     if adaptive:
         return method.adaptive_steps(config.rtol, config.atol, h0=H)
@@ -150,7 +150,7 @@ class Decoded:
 
 
 class Pixels(NamedTuple):
-    """Of shape (image, channel, height, width), each pixel one of 0 to levels - 1."""
+    """Sets of images (image, channel, height, width), each pixel one of 0 to levels - 1."""
 
     train: Tensor | Decoded
     validation: Tensor | Decoded
@@ -206,7 +206,7 @@ def _first(images: Tensor, n: int | None) -> Tensor:
 
 @dataclass(frozen=True)
 class Drawn:
-    """So many batches an epoch, in an order that is drawn anew whenever all images were seen."""
+    """Batches of images, in an order that is drawn anew whenever all images were seen."""
 
     pixels: Pixels
     config: FlowsConfig
@@ -330,7 +330,7 @@ MANY = 5000
 
 
 def gaussian_bits(config: FlowsConfig, pixels: Pixels) -> float:
-    """Of a normal distribution with independent dimensions, fitted in the space of logits: what is to be beaten."""
+    """Bits of a normal distribution with independent dimensions, fitted in the space of logits: a baseline."""
     logit, generator = Logit(config.alpha), torch.Generator().manual_seed(0)
 
     def mapped(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -351,7 +351,7 @@ def mean_bits(module: ImageFlow, batches: Iterable) -> float:
 
 @torch.no_grad()
 def by_solver(module: ImageFlow, pixels: Tensor) -> dict[str, float]:
-    """The same bits, with the same noise: two solvers agree where both integrals are good."""
+    """Bits by several solvers, with the same noise: two solvers agree where both integrals are good."""
     solves = {
         "Dopri5 1e-5": EVALUATION,
         "ALF h 0.05": evaluation(tm.ALF(), tm.FixedStep(0.05)),
@@ -378,7 +378,7 @@ def round_trip(module: ImageFlow, pixels: Tensor) -> dict[str, float]:
 
 @torch.no_grad()
 def samples(module: ImageFlow, shape: Sequence[int], n: int, seed: int, temperature: float = 1.0) -> Tensor:
-    """As pixels. temperature: below 1, images that are more likely, and more alike."""
+    """Samples as pixels. temperature: below 1, images that are more likely, and more alike."""
     z = torch.randn(n, math.prod(shape), generator=torch.Generator().manual_seed(seed))
     with solved_by(module.network.flows(), EVALUATION), published_tolerances():
         x = module.network.inverse(temperature * z)
@@ -407,7 +407,7 @@ def unpacked(text: str, shape: Sequence[int]) -> Tensor:
 
 
 def peak_bytes(module: ImageFlow, pixels: Tensor) -> int:
-    """Of live tensors in one training step."""
+    """Peak bytes of live tensors in one training step."""
     module.zero_grad(set_to_none=True)
     torch.manual_seed(0)
     return live_peak(lambda: module.loss(pixels, torch.full_like(pixels, 0.5))[0].backward())

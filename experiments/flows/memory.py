@@ -24,7 +24,7 @@ LIMIT = 8e9  # bytes
 
 @dataclass(frozen=True)
 class FlowMemoryConfig(Config):
-    """noise: of the weights of the last layers, which begin as zeros. of: a preset of `flows`."""
+    """Settings. noise: of the weights of the last layers, which begin as zeros. of: a preset of `flows`."""
 
     of: str = "paper-cifar10"
     side: int = 32

@@ -25,7 +25,7 @@ LIMIT = 4.0  # of what is shown, in both directions
 
 @dataclass(frozen=True)
 class DensitiesConfig(Config):
-    """n: points to train with, drawn once; as many as a tenth for validation, and for the test."""
+    """Settings. n: points to train with, drawn once; a tenth as many for validation, and for the test."""
 
     data: str = "checkerboard"  # circles, pinwheel
     widths: tuple[int, ...] = (64, 64, 64)
@@ -75,7 +75,7 @@ LOWEST = {"checkerboard": math.log(32)}  # the entropy, where there is a formula
 
 
 def gaussian_nats(train: Tensor, test: Tensor) -> float:
-    """Minus the log-likelihood of a normal distribution: what is to be beaten."""
+    """Minus the log-likelihood of a normal distribution: a baseline."""
     normal = torch.distributions.MultivariateNormal(train.mean(0), train.T.cov())
     return -float(normal.log_prob(test).mean())
 
@@ -115,7 +115,7 @@ class PlaneFlow(LoggingModule):
 
 
 def flow(config: DensitiesConfig) -> CNF:
-    """With MALI, and ALF of order 4."""
+    """A flow with the defaults of `CNF`: MALI, and ALF of order 4."""
     return CNF(
         Field(nn.Linear, 2, config.widths), trace=ExactTrace(), controller=tm.AdaptiveStep(config.rtol, config.atol)
     )
@@ -136,7 +136,7 @@ def main(config: DensitiesConfig, run: Run) -> dict[str, Any]:
         "parameters": sum(p.numel() for p in done.module.parameters()),
         "real": quantised(sets[2][:N_SHOWN]),
         "density": density(network),
-        "on_the_way": on_the_way(network, run.seed("samples")),
+        "on_the_way": moving_points(network, run.seed("samples")),
         "seeds": done.seeds,
     }
 
@@ -152,7 +152,7 @@ def quantised(x: Tensor) -> str:
 
 @torch.no_grad()
 def density(network: CNF) -> dict[str, Any]:
-    """On a grid of cells, from 0 to the highest as 0 to 255; and the part of all that lies in the picture."""
+    """Density on a grid of cells, from 0 to the highest as 0 to 255, and the share that lies in the picture."""
     side = (torch.arange(N_CELLS) + 0.5) / N_CELLS * 2 * LIMIT - LIMIT
     points = torch.cartesian_prod(side, side).flip(1)  # rows from below
     with solved_by([network], ACCURATE):
@@ -162,8 +162,8 @@ def density(network: CNF) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def on_the_way(network: CNF, seed: int) -> str:
-    """Where normal points are at several times, on their way to be samples."""
+def moving_points(network: CNF, seed: int) -> str:
+    """Positions of points at several times, from normal noise to samples."""
     z = torch.randn(N_SHOWN // 2, 2, generator=torch.Generator().manual_seed(seed))
     times = torch.linspace(1, 0, N_TIMES)
     found = tm.solve(network.func, z, times, controller=tm.AdaptiveStep(1e-4, 1e-4)).y

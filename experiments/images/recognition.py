@@ -28,7 +28,7 @@ SPLIT = 0  # seed of the split; not the config's: every run is tested with the s
 
 @dataclass(frozen=True)
 class ImagesConfig(Config):
-    """None: for rtol, atol those of the method; for h steps that adapt; for n_train, n_validation, n_test all.
+    """Settings. None: for rtol, atol the method's; for h adaptive steps; for n_train, n_validation, n_test all.
 
     drops: epochs after which lr falls to a tenth; none: a cosine. pad: largest shift of the augmentation. batch: on all
     devices together.
@@ -113,7 +113,7 @@ SYNCHRONOUS = {  # every process evaluates f equally often: no refresh, nothing 
 
 
 def solve_of(config: ImagesConfig) -> Solve:
-    """How the ODE blocks of a network are solved and differentiated."""
+    """Solver, controller and gradient method of the ODE blocks."""
     require_known("method", config.method, NAMES)
     if config.method == "resnet":
         return RESNET
@@ -128,7 +128,7 @@ def solve_of(config: ImagesConfig) -> Solve:
 
 
 class Sets(NamedTuple):
-    """levels: the pixel that is white."""
+    """Sets of images. levels: the pixel that is white."""
 
     train: Images
     validation: Images
@@ -156,7 +156,7 @@ def _cifar10(config: ImagesConfig, place: Path | None) -> Sets:
 
 
 def _split(config: ImagesConfig, images: Images) -> tuple[Images, Images]:
-    """What is not for training is for validation, or not used."""
+    """Split images into a part for training and a part for validation; the rest is not used."""
     n = len(images) - config.n_validation if config.n_train is None else config.n_train
     if n < 1 or n + config.n_validation > len(images):
         what = f"{max(n, 1):,} to train with and {config.n_validation:,} for validation"
@@ -181,7 +181,7 @@ KNOWN = (*LOADERS, "folder")
 
 
 def pixels(images: Tensor, levels: int) -> Tensor:
-    """In [0, 1]."""
+    """Scale pixels to [0, 1]."""
     return images.float() / levels
 
 
@@ -207,7 +207,7 @@ class Augmented:
         return Parts(even_shares(rows, self.config.batch, self.config.devices), read)
 
     def validation(self) -> Sequence[Iterable]:
-        """And the test set, watched; where nothing is kept for validation, that alone (as in the paper)."""
+        """Validation set, and the test set beside it; the test set alone where there is no other (as in the paper)."""
         return [self._plain(self.sets.validation), self.test()] if len(self.sets.validation) else [self.test()]
 
     def test(self) -> Iterable:
@@ -364,7 +364,7 @@ def main(config: ImagesConfig, run: Run) -> dict[str, Any]:
 
 
 def summary(config: ImagesConfig, run: Run, done: Trained, found: Augmented | FolderBatches) -> dict[str, Any]:
-    """test_accuracy: of the epoch that was best in validation. As published: the best of all epochs in the test."""
+    """Results of a run. test_accuracy: of the epoch that was best in validation; published: best in the test."""
     parameters = sum(p.numel() for p in done.module.parameters())
     by_epoch = run.metrics.get("watched_accuracy") or run.metrics["validation_accuracy"]
     return {

@@ -24,7 +24,7 @@ NAMES = ("mali", "adjoint", "resnet")
 
 @dataclass(frozen=True)
 class SolversConfig(ImagesConfig):
-    """epsilons: sizes of attacks, in parts of 255."""
+    """Settings. epsilons: sizes of attacks, in parts of 255."""
 
     network: str = "stack"
     h: float | None = 0.25
@@ -185,7 +185,7 @@ def main(config: SolversConfig, run: Run) -> dict[str, Any]:
 
 
 def peak(network: Network, h: float, batch: tuple[Tensor, Tensor]) -> dict[str, int]:
-    """A refresh keeps a state: as published there is none."""
+    """Peak bytes with and without refresh, which keeps a state; as published there is none."""
     found = {}
     for name, solver in (("as published", PUBLISHED_ALF), ("with refresh", tm.ALF())):
         network.set_solve(Solve(solver, tm.FixedStep(h), tm.MALI()))

@@ -91,7 +91,7 @@ class Normalise(nn.Module):
 
 
 class Network(nn.Sequential):
-    """normalise, stem, body, head: from pixels in [0, 1] to logits."""
+    """Network from pixels in [0, 1] to logits: normalise, stem, body, head."""
 
     def set_solve(self, solve: Solve) -> None:
         """Solve all ODE blocks so from now on."""
@@ -108,7 +108,7 @@ def head(channels: int, n_classes: int) -> nn.Module:
 
 
 def stages(widths: Sequence[int], strides: Sequence[int], n_in: int, solve: Solve, norm: Norm) -> nn.Module:
-    """In each, an ordinary block and an ODE block."""
+    """Stages of an ordinary block and an ODE block each."""
     parts = []
     for width, stride in zip(widths, strides, strict=True):
         parts += [BasicBlock(n_in, width, stride, norm), ode_block(Field(width, norm), solve)]
@@ -121,7 +121,7 @@ def small_stem(n_in: int, width: int, stride: int, norm: Norm) -> nn.Module:
 
 
 def large_stem(n_in: int, width: int, norm: Norm) -> nn.Module:
-    """Of networks for ImageNet: a quarter of the width and height remain."""
+    """Stem of networks for ImageNet: a quarter of the width and height remain."""
     conv = nn.Conv2d(n_in, width, 7, 2, padding=3, bias=False)
     return nn.Sequential(conv, norm(width), nn.ReLU(), nn.MaxPool2d(3, 2, padding=1))
 
@@ -129,7 +129,7 @@ def large_stem(n_in: int, width: int, norm: Norm) -> nn.Module:
 def resnet18(
     normalise: Normalise, n_classes: int, solve: Solve, norm: Norm = batch_norm, stem: str = "small", n_in: int = 3
 ) -> Network:
-    """11,173,962 parameters with the small stem and 10 classes, 11,689,512 with the large one and 1000."""
+    """ResNet18: 11,173,962 parameters with the small stem and 10 classes, 11,689,512 with the large one and 1000."""
     first = small_stem(n_in, 64, 1, norm) if stem == "small" else large_stem(n_in, 64, norm)
     body = stages((64, 128, 256, 512), (1, 2, 2, 2), 64, solve, norm)
     return Network(normalise, first, body, head(512, n_classes))
@@ -138,7 +138,7 @@ def resnet18(
 def small(
     normalise: Normalise, n_classes: int, solve: Solve, norm: Norm = batch_norm, n_in: int = 3, stride: int = 2
 ) -> Network:
-    """Two stages, of 16 and 32 channels: 43,226 parameters for 3 channels, 42,938 for one."""
+    """Network of two stages, of 16 and 32 channels: 43,226 parameters for 3 channels, 42,938 for one."""
     return Network(
         normalise, small_stem(n_in, 16, stride, norm), stages((16, 32), (1, 2), 16, solve, norm), head(32, n_classes)
     )
@@ -154,6 +154,6 @@ def node_stack(
     width: int = 12,
     n_blocks: int = 4,
 ) -> Network:
-    """ODE blocks and nothing between them: what other solvers do to it is not hidden by ordinary blocks."""
+    """Network of ODE blocks alone: ordinary blocks between them would hide the effect of other solvers."""
     body = nn.Sequential(*(ode_block(Field(width, norm), solve) for _ in range(n_blocks)))
     return Network(normalise, small_stem(n_in, width, stride, norm), body, head(width, n_classes))

@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 
 @dataclass
 class Picture:
-    """id: as in `figure 4`. draw: takes a second or so, and is asked when the picture is wanted."""
+    """A figure. id: as in `figure 4`. draw: takes a second or so, and is called when the picture is wanted."""
 
     id: str
     title: str
@@ -32,7 +32,7 @@ class Picture:
 
     @functools.cached_property
     def svg(self) -> str:
-        """Inline, without what changes from one run to the next."""
+        """SVG text for the page, without what changes from one run to the next."""
         with matplotlib.rc_context({"svg.hashsalt": self.id, "svg.fonttype": "path"}), io.StringIO() as file:
             self.draw().savefig(file, format="svg", metadata={"Date": None, "Creator": None}, bbox_inches="tight")
             text = file.getvalue()
@@ -53,7 +53,7 @@ class Picture:
         return f'<figure id="figure-{self.id}"><div class=card {label}>{shown}</div>{caption}{commands}</figure>'
 
     def write(self, folder: Path) -> list[Path]:
-        """The last of these files is the one to look at."""
+        """Write the files of the picture; the last one is the one to look at."""
         paths = [folder / f"{self.id}.svg"]
         paths[0].write_text(self.svg)
         if self.gif is not None:

@@ -38,7 +38,7 @@ KINDS: dict[str, str] = dict(zip(VERDICTS, ("holds", "part", "not", "none", "non
 
 
 class Chapter(NamedTuple):
-    """What one experiment shows."""
+    """Tables, figures and claims of one or several experiments."""
 
     name: str
     title: str
@@ -48,7 +48,7 @@ class Chapter(NamedTuple):
 
 
 class View(NamedTuple):
-    """read: from the records of its experiments, of which there is at least one."""
+    """Description of a chapter. read: makes it of records, of which there is at least one."""
 
     name: str
     title: str
@@ -83,7 +83,7 @@ def awaited(found: list[Chapter]) -> list[Claim]:
 
 
 def chapters() -> list[Chapter]:
-    """Of every experiment that has records."""
+    """Make the chapters of all experiments that have records."""
     shown = []
     for view in VIEWS:
         if found := [one for name in view.experiments for one in _records(name) if _is_for(view, one.record)]:
@@ -132,7 +132,7 @@ def _changes(record: Record) -> dict[str, Any]:
 
 
 def page(found: list[Chapter]) -> str:
-    """One file that needs no other."""
+    """Page as one HTML file that needs no other."""
     body = ["<h1>torchmali: the paper's experiments, measured</h1>"]
     body.append(
         "<p>Every table and figure here is made from records in the repository; numbers link to theirs, and the "
@@ -179,7 +179,7 @@ def markdown(found: list[Chapter]) -> str:
 
 
 def write(found: list[Chapter], folder: Path | None = None) -> list[Path]:
-    """The page, the Markdown and the figures."""
+    """Write the page, the Markdown and the figures."""
     page_path, markdown_path, figures = (
         (PAGE, MARKDOWN, FIGURES)
         if folder is None

@@ -57,12 +57,12 @@ def spread(values: Sequence[float], digits: int = 1) -> str:
 
 
 def training_seconds(one: Found) -> float:
-    """Of an epoch: the mean over all, in seconds of the processor, which other work on the machine disturbs little."""
+    """Mean time of an epoch in seconds of the processor, which other work on the machine disturbs little."""
     return statistics.fmean(one.record.seconds["training_cpu"])
 
 
 def commands(found: Sequence[Found]) -> list[str]:
-    """One for all methods that were run with the same seeds, and differ in nothing else."""
+    """Commands of runs: one for all methods with the same seeds that differ in nothing else."""
     seeds: dict[tuple[str, str], list[str]] = {}
     for one in found:
         words = one.record.command.split()  # python -m experiments run NAME, then pairs

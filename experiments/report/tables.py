@@ -27,7 +27,7 @@ Row = Sequence["Cell | str"]
 
 @dataclass(frozen=True)
 class Table:
-    """id: as in `table 1`. Columns whose name begins with "paper" hold the paper's numbers."""
+    """A table. id: as in `table 1`. Columns whose name begins with "paper" hold the paper's numbers."""
 
     id: str
     title: str
@@ -71,7 +71,7 @@ class Table:
 
 
 def short(x: float | None, digits: int = 2) -> str:
-    """1.1e-05 as 1.1e-5, 123456 as 123,456."""
+    """Format a number: 1.1e-05 as 1.1e-5, 123456 as 123,456."""
     if x is None or math.isnan(x):
         return "-"
     if math.isinf(x):

@@ -31,7 +31,7 @@ SIZES = (0.005, 0.0025, 0.00125, 0.000625)  # of fixed steps, 1, 2, 4, 8 to an o
 
 @dataclass(frozen=True)
 class LatentConfig(Config):
-    """fraction: of the 100 times that are observed. n: trajectories that are used, 80 % to train with.
+    """Settings of a latent ODE. fraction: of the 100 times, observed. n: trajectories, 80 % to train with.
 
     h: of the fixed steps of MALI; the others adapt with rtol and atol.
     """
@@ -83,7 +83,7 @@ def network(config: LatentConfig, times: Sequence[float]) -> nn.Module:
 
 
 def trajectories(config: LatentConfig, run: Run) -> tuple[Tensor, str]:
-    """All 10,000 of the data folder, or simulated; normalised; a window of each; the first n. And where from."""
+    """Load or simulate trajectories, normalise them, cut a window of each, keep the first n; and say where from."""
     place = data_dir(run.data_dir)
     if config.n_simulated == 10_000 and place is not None and (place / "HopperPhysics").is_dir():
         x, source = hopper.load(place).float(), "file"
@@ -200,7 +200,7 @@ N_SHOWN, CHANNELS_SHOWN = 3, (0, 1, 2, 9)  # positions x, z, the body's angle; t
 
 @torch.no_grad()
 def shown(module: Any, batch: tuple[Tensor, ...]) -> list[dict[str, Any]]:
-    """The first test series: what was, what was seen of it, and what was made of that (for a latent ODE, by sample)."""
+    """The first test series: all of it, the observed times, and what the network rebuilt (a latent ODE, by sample)."""
     torch.manual_seed(0)
     x, values, mask = (part[:N_SHOWN] for part in batch)
     found = module.network.eval()(values, mask, module.times)
@@ -230,7 +230,7 @@ def one_step(module: Any, batch: tuple[Tensor, ...]) -> None:
 
 
 def peaks(config: LatentConfig, module: Any) -> dict[str, int]:
-    """Of the generative solve alone: the encoder is the same for all methods, and needs more."""
+    """Peak bytes of the generative solve alone: the encoder is the same for all methods, and needs more."""
     if config.method in NETWORKS:
         return {}
     block, z0 = module.network.generate, torch.randn(3, config.batch, config.latent, requires_grad=True)

@@ -29,7 +29,7 @@ SIZES = (1.0, 0.5, 0.25, 0.125)  # of fixed steps for which memory is measured
 
 @dataclass(frozen=True)
 class PathsConfig(Config):
-    """every: of so many frames one is kept. h: of fixed steps, where a time between two frames is 1.
+    """Settings of a Neural CDE. every: one of so many frames is kept. h: of fixed steps; two frames are 1 apart.
 
     adjoint and seminorm take steps that adapt, with rtol and atol. plateau: lr falls to a tenth where the loss has not
     fallen for so many epochs; 0: along a cosine.
@@ -79,7 +79,7 @@ def cde(config: PathsConfig) -> Callable[[nn.Module, nn.Module], NeuralCDE]:
 
 
 class Series(NamedTuple):
-    """x: (series, time, channel)."""
+    """Series (series, time, channel) with labels."""
 
     x: Tensor
     labels: Tensor
@@ -142,7 +142,7 @@ LOADERS: dict[str, Callable[[PathsConfig, Path | None, Run], Sets]] = {
 
 
 def load(config: PathsConfig, run: Run) -> Sets:
-    """Frames thinned out, channels scaled by the mean and deviation of the training set, time as channel 0.
+    """Load series: frames thinned out, channels scaled by mean and deviation of the training set, time as channel 0.
 
     Pixels are not scaled: those of the margins are dark but for a few, which would become huge.
     """

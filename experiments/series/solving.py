@@ -31,7 +31,10 @@ class Steps(Protocol):
 
 
 def solve_of(config: Steps, naive: tm.Solver, adaptive: Sequence[str] = ADAPTIVE) -> Solve:
-    """naive: the solver that is backpropagated through. adaptive: methods with rtol and atol; the others take h."""
+    """Pick a method of the table for a config.
+
+    naive: the solver that is backpropagated through. adaptive: methods with rtol and atol; the others take h.
+    """
     check(config, NAMES)
     method = METHODS[config.method]
     if config.method == "naive":

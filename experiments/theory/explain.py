@@ -46,7 +46,7 @@ def row(values: Any) -> list[float]:
 
 
 def thinned(values: Sequence[Any], at_most: int) -> list[Any]:
-    """Evenly chosen, with the first and the last."""
+    """Choose values evenly, with the first and the last."""
     if len(values) <= at_most:
         return list(values)
     return [values[round(i * (len(values) - 1) / (at_most - 1))] for i in range(at_most)]

@@ -1,4 +1,4 @@
-"""Whether ImageNet can be trained on GPUs of 11 GB: peak memory of one step of the full network, by method.
+"""Feasibility of ImageNet on GPUs of 11 GB: peak memory of one step of the full network, by method.
 
 Bytes of live tensors in a forward and backward pass at 224 x 224, for two batch sizes; a line through both gives the
 bytes per image. Random pixels, fresh weights.
@@ -26,7 +26,7 @@ FIXED, TIGHT = "h 0.25", "tolerance 1e-5"
 
 @dataclass(frozen=True)
 class FeasibilityConfig(Config):
-    """batches: two sizes for each stem; the small stem leaves images 16 times as large."""
+    """Settings of the measurement. batches: two sizes for each stem; the small stem leaves images 16 times as large."""
 
     side: int = 224
     batches_large: tuple[int, ...] = (2, 4)

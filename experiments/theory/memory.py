@@ -57,7 +57,7 @@ def peak(config: MemoryConfig, field: str, method: str, controller: tm.StepContr
 
 
 def least_squares(n: Sequence[float], peaks: Sequence[float]) -> dict[str, float]:
-    """peak = base + slope n, least squares, and R^2."""
+    """Fit peak = base + slope n by least squares; r2 is R^2."""
     slope, base = statistics.linear_regression(n, peaks)  # not torch's: its last bit changes from run to run
     mean = statistics.fmean(peaks)
     rest = sum((y - base - slope * x) ** 2 for x, y in zip(n, peaks, strict=True))

@@ -120,7 +120,7 @@ def lattice(x: tuple[float, float], y: tuple[float, float], nx: int, ny: int) ->
 
 
 def crossing(stable: Callable[[Tensor], Tensor], middle: complex, rays: Tensor) -> Tensor:
-    """Where each ray from the middle leaves the region, by bisection between 0 and 10 times the ray."""
+    """Points at which rays from the middle leave the region, by bisection between 0 and 10 times the ray."""
     inside, outside = torch.zeros_like(rays.real), torch.full_like(rays.real, 10.0)
     for _ in range(50):
         half = (inside + outside) / 2
@@ -162,7 +162,7 @@ def region(config: StabilityConfig, eta: float) -> dict[str, Any]:
 
 
 def _edge_of_nothing(eta: float, coarse: Tensor) -> dict[str, Any]:
-    """Nothing is stable: the least growth anywhere, and how far up the imaginary axis it is 1."""
+    """Facts where nothing is stable: the least growth anywhere, and how far up the imaginary axis it is 1."""
     # Round-off counts by its root where the two eigenvalues meet, at +-i.
     ends = crossing(lambda s: growth(eta, s) < 1 + 1e-6, 0.0, torch.tensor([1j, -1j], dtype=torch.complex128))
     off_axis = coarse[coarse.real.abs() > 0.005]
@@ -173,7 +173,7 @@ def _edge_of_nothing(eta: float, coarse: Tensor) -> dict[str, Any]:
 
 
 def iterated(eta: float, x: tuple[float, float], y: tuple[float, float]) -> dict[str, Any]:
-    """Does a long run die out where the eigenvalues say so? Over a coarse lattice, without the points at the edge."""
+    """Share of points where a long run dies out as the eigenvalues say, on a coarse lattice without the edge."""
     s, _ = lattice(x, y, 24, 24)
     s, n_steps = s.flatten(), 400
     f, state = test_equation(s), Floats(*((torch.view_as_real(x),) for x in (torch.ones_like(s), s)))
@@ -193,7 +193,7 @@ HARDEST = "Van der Pol, mu = 2"
 
 
 def problem_of(config: StabilityConfig, title: str) -> Problem:
-    """Ways back of which one is easy, one is hard, and one too hard for a solver that starts from z(T) anew."""
+    """A problem by name: one is easy to solve back in time, one is hard, one too hard from z(T) alone."""
     return {
         "MLP": mlp(config.seed, 5.0),
         "Van der Pol, mu = 1": van_der_pol(1.0, 10.0),
@@ -341,7 +341,7 @@ METHODS = {
 
 
 def reverse_error(config: StabilityConfig, problem: Problem, name: str, tolerance: float) -> dict[str, Any]:
-    """How well a method meets z(0) again, and its gradient against the exact one of the same discrete solve."""
+    """Error of z(0) rebuilt by a method, and its gradient against the exact one of the same discrete solve."""
     compared, controller = METHODS[name], tm.AdaptiveStep(tolerance, tolerance / 10, max_steps=config.max_attempts)
     problem, solver, own = problem.to(compared.dtype), compared.method.solver, compared.method.gradient
     try:

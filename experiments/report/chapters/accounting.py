@@ -28,7 +28,7 @@ def formula(method: str, cell: dict[str, Any]) -> float | None:
 
 
 def expected(method: str, cell: dict[str, Any]) -> tuple[int, int] | None:
-    """What our methods must evaluate: v0, then one per trial; on the way back one per step, and v0."""
+    """Evaluations of our methods: v0, then one per trial; backward one per step, and v0."""
     forward = 1 + cell["steps"] + cell["rejected"]
     if method == "adjoint":
         return None

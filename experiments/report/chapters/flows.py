@@ -54,7 +54,7 @@ def last_epoch(group: Sequence[Found]) -> float:
 
 
 def seconds_each(group: Sequence[Found]) -> float:
-    """Of an iteration."""
+    """Mean time of an iteration."""
     return statistics.fmean(sum(one.record.seconds["training_cpu"]) / iterations(one) for one in group)
 
 
@@ -147,7 +147,7 @@ def at_epoch(one: Found, n: int) -> float:
 
 
 def at_time(one: Found, seconds: float) -> float:
-    """On the line between the two epochs around it; before the first, from the flow as it began."""
+    """Bits at a time, interpolated between epochs; before the first, from the untrained flow."""
     times = [0.0, *accumulate(one.record.seconds["training_cpu"])]
     curve = [one.record.results["untrained_validation_bits"], *one.record.metrics["validation_bits"]]
     return float(np.interp(seconds, times, curve))
@@ -166,7 +166,7 @@ def _claim(where: str, text: str, holds: Sequence[bool], numbers: str, its: Sequ
 
 
 def fewer_bits_at_equal(kind: str, by: Groups, where: str) -> Claim | None:
-    """kind: iterations, or training time."""
+    """Claim for an equal number of iterations, or equal training time."""
     pairs = {m: its for m in (*CLAIMED, "rnode05") if (its := together(by, "mali", m))}
     if not pairs:
         return None
@@ -337,7 +337,7 @@ def sheet(pixels: Tensor, levels: int) -> np.ndarray:
 
 
 def beside(*sheets: np.ndarray) -> np.ndarray:
-    """Side by side, on white."""
+    """Put sheets side by side, on white."""
     height, gap = max(map(len, sheets)), 4
     padded = [np.pad(x, ((0, height - len(x)), (0, gap), (0, 0)), constant_values=1.0) for x in sheets]
     return np.concatenate(padded, 1)[:, :-gap]

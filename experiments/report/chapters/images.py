@@ -47,7 +47,7 @@ ORDER = (
 
 
 def label_of(one: Found) -> str:
-    """Of its method; with the tolerance where it is not the method's own."""
+    """Label of the method, with the tolerance where it is not the method's own."""
     config = one.record.config
     return NAMES[config["method"]] + (f", {config['rtol']:g}" if config["rtol"] is not None else "")
 
@@ -60,12 +60,12 @@ def grouped(found: Sequence[Found]) -> Groups:
 
 
 def accuracy(group: Sequence[Found]) -> float:
-    """In percent, the mean over seeds."""
+    """Mean test accuracy over seeds, in percent."""
     return 100 * statistics.fmean(results(group, "test_accuracy"))
 
 
 def standard_error(*groups: Sequence[Found]) -> float:
-    """Of the difference of two means over seeds; NaN: not known from one."""
+    """Standard error of the difference of two means over seeds; NaN: not known from one."""
     if any(len(group) < 2 for group in groups):
         return math.nan
     return math.sqrt(
@@ -74,7 +74,7 @@ def standard_error(*groups: Sequence[Found]) -> float:
 
 
 def evaluations(one: Found) -> float:
-    """In one training step, both ways, the mean over all epochs; naive's way back counts as one for each forward."""
+    """Mean evaluations of a training step, forward and backward; naive's backward pass counts as its forward one."""
     metrics = one.record.metrics
     forward, backward = (statistics.fmean(metrics[f"evaluations_{way}"]) for way in ("forward", "backward"))
     return forward + (backward if backward else forward)
@@ -245,7 +245,7 @@ SPEED: dict[str, Callable[[float], bool]] = {  # what a time over MALI's must be
 
 
 def _times(groups: Groups) -> tuple[dict[str, float], list[str]]:
-    """Of the others over MALI's, and in words."""
+    """Times of the others over MALI's, and the same in words."""
     mali, times, parts = groups["MALI"], {}, []
     for name, group in groups.items():
         if name != "MALI":

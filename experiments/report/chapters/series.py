@@ -46,7 +46,7 @@ def by_method(found: Sequence[Found]) -> Groups:
 
 
 def errors(found: Sequence[Found], key: str = "test_mse") -> list[float]:
-    """x 0.01, as in the paper."""
+    """Mean squared errors x 0.01, as in the paper."""
     return [100 * one.record.results[key] for one in found]
 
 
@@ -200,7 +200,7 @@ ALLOWED = {"aca": (1 / 1.15, 1.15), "naive": (1 / 1.15, 1.15), "adjoint": (0.0, 
 
 
 def memory_does_not_grow(groups: Groups, where: str, what: str) -> Claim | None:
-    """Flat: within 5 %. Linear: what halving h adds doubles each time, within 20 %."""
+    """Claim on memory. Flat: within 5 %. Linear: what halving h adds doubles each time, within 20 %."""
     its = together(groups, "mali", "aca", "naive")
     if not its:
         return None
@@ -331,7 +331,7 @@ Damped = dict[tuple[str, float, bool], list[Found]]  # by task, eta, and whether
 
 
 def damping(found: list[Found]) -> Shown:
-    """From the runs of both experiments with MALI."""
+    """Table 7, from the runs of both experiments with MALI."""
     runs = {
         (task, eta, unsafe): group
         for task, (experiment, fields) in TASKS.items()

@@ -38,7 +38,7 @@ PAPER_RESNET = (13.02, 9.57)
 
 
 def percent(group: Sequence[Found], key: str, under: str | None = None) -> float:
-    """Of a cell, the mean over seeds."""
+    """Mean of a cell over seeds, in percent."""
     cells = [one.record.results["cells"][key] for one in group]
     return 100 * statistics.fmean(cell if under is None else cell[under] for cell in cells)
 

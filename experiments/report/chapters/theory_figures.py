@@ -197,7 +197,7 @@ FLOOR = 1e-18  # where a zero is drawn
 
 
 def reverse_error_figure(record_results: Mapping[str, Any]) -> Figure:
-    """How far the way back ends from z(0), and what that does to the gradient, against the tolerance."""
+    """Distance of a solve back in time from z(0), and its effect on the gradient, against the tolerance."""
     problems: Mapping[str, Any] = record_results["reverse"]["tolerances"]
     with matplotlib.rc_context(CARD):
         figure = _card(2.3 * len(problems) + 0.9)

@@ -40,7 +40,7 @@ class Toy(NamedTuple):
         return self.cells[f"{solve} / {alpha:g} {span:g}"]
 
     def errors(self, panel: str, label: str, alpha: float, span: float) -> tuple[float, float] | None:
-        """Relative, of dL/dz0 and dL/dalpha; None where the solve failed."""
+        """Relative errors of dL/dz0 and dL/dalpha; None where the solve failed."""
         cell = self.cell(PANELS[panel][label], alpha, span)
         discrete = self.cell("discrete", alpha, span)
         truth = discrete if panel == "reverse accuracy" else analytic(alpha, span)
@@ -150,7 +150,7 @@ def claims(toy: Toy) -> list[Claim]:
 
 
 def _compare(toy: Toy, panel: str, a: str, b: str, long: bool, factor: float = 1.0) -> dict[float, tuple[int, int]]:
-    """For each alpha: in how many of the cells (both gradients) the error of a is at most that of b."""
+    """Count, for each alpha, the cells (both gradients) where the error of a is at most that of b."""
     counts = {}
     for alpha in toy.alphas:
         pairs = [(toy.errors(panel, a, alpha, s), toy.errors(panel, b, alpha, s)) for s in toy.spans(long)]

@@ -14,10 +14,10 @@ from rich.table import Table
 from torch import Tensor
 
 import torchmali as tm
+from benchmarks._core import peak_bytes
 from benchmarks.gradients import one_gradient, ours, say
 from benchmarks.harness import finish, options_of, paired_ratio, time_side_by_side
 from benchmarks.workloads import MLP, W1, W2, Workload
-from torchmali.measure import peak_bytes
 
 TIME_LIMITS = {"W1": 1.25, "W2": 1.10}  # exact against plain
 METHODS = {"MALI": tm.MALI(), "exact": tm.MALI(exact=True)}

@@ -18,9 +18,9 @@ from rich.table import Table
 from torch import Tensor
 
 import torchmali as tm
+from benchmarks._core import peak_bytes
 from benchmarks.harness import Run, finish, options_of, paired_ratio, time_side_by_side
 from benchmarks.workloads import MLP, W1, W2, Workload
-from torchmali.measure import peak_bytes
 
 LIMITS = {  # (numerator, denominator): workload -> largest ratio that we accept
     ("MALI as published", "lb_eager"): {"W1": 1.25, "W2": 1.25},

@@ -17,11 +17,10 @@ from rich.console import Console
 from rich.table import Table
 
 import torchmali as tm
-import torchmali.field
+from benchmarks._core import Surroundings, field
 from benchmarks.gradients import one_gradient, ours, say
 from benchmarks.harness import finish, options_of, paired_ratio, time_side_by_side
 from benchmarks.workloads import W1, W2, Workload
-from torchmali.surroundings import Surroundings
 
 TIME_LIMIT = 1.03  # with care against without: nothing, as far as this can be measured
 
@@ -65,11 +64,11 @@ class NoSurroundings:
 
 def with_class(kind: Any, run: Callable[[], Any]) -> Callable[[], Any]:
     def patched() -> Any:
-        torchmali.field.Surroundings = kind
+        field.Surroundings = kind
         try:
             return run()
         finally:
-            torchmali.field.Surroundings = Surroundings
+            field.Surroundings = Surroundings
 
     return patched
 

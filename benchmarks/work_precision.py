@@ -29,10 +29,10 @@ from rich.table import Table
 from torch import Tensor
 
 import torchmali as tm
+from benchmarks._core import SCHEMES, Scheme
 from benchmarks.gradients import say
 from benchmarks.harness import RECORDS, command_line, header, write_record
 from benchmarks.problems import PROBLEMS, Problem, relative_error
-from torchmali.solvers.leapfrog import SCHEMES, Scheme
 
 DOCS = Path(__file__).parents[1] / "docs"
 TARGETS = (1e-4, 1e-6, 1e-8)

@@ -3,7 +3,6 @@
 import copy
 import io
 import itertools
-import json
 import math
 import random
 import re
@@ -36,7 +35,6 @@ from torchmali.nn import (
     natural_cubic_coeffs,
 )
 
-ROOT = Path(__file__).parents[2]
 FEW = ("aca", "mali")
 Y0 = torch.linspace(0.5, 1.5, 4, dtype=torch.float64)
 OTHER = itertools.cycle((1.0, 2.0, 4.0))  # never the same twice in a row, nor with one between
@@ -988,14 +986,3 @@ def test_help_is_everywhere(capsys, command, says):
     with pytest.raises(SystemExit) as left:
         main([*command, "--help"])
     assert left.value.code == 0 and says in capsys.readouterr().out
-
-
-# ------------------------------------------------------------------------------------------------------------- the page
-
-
-def test_the_page_shows_the_record():
-    record = json.loads((ROOT / "benchmarks" / "records" / "audit.json").read_text())
-    page = (ROOT / "docs" / "audit.md").read_text()
-    tables = re.findall(r"```text\n(.*?)\n```", page, re.S)
-    assert tables == [found["text"] for found in record["results"].values()]
-    assert record["header"]["command"] in page

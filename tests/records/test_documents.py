@@ -82,3 +82,11 @@ def test_the_readme_has_the_numbers_of_series():
         error, seconds = cells(latent, method, "10% observed", "s per epoch")
         found = [error.split(" (")[0], seconds, *cells(paths, method, "accuracy, %", "s per epoch", "peak MB")]
         assert in_readme(method, found), (method, found)  # without the paper's numbers
+
+
+def test_the_page_of_the_audit_shows_its_record():
+    record = json.loads((ROOT / "benchmarks" / "records" / "audit.json").read_text())
+    page = (ROOT / "docs" / "audit.md").read_text()
+    tables = re.findall(r"```text\n(.*?)\n```", page, re.S)
+    assert tables == [found["text"] for found in record["results"].values()]
+    assert record["header"]["command"] in page

@@ -4,7 +4,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 INSTALL = $(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-all fuzz lint bench report clean
+.PHONY: demo test test-all check-records fuzz lint bench report clean
 
 demo: $(VENV)/dev.stamp
 	$(RUN) -m examples.demo
@@ -14,6 +14,10 @@ test: $(VENV)/dev.stamp
 
 test-all: $(VENV)/bench.stamp
 	$(RUN) -m pytest -m ""
+
+# What the committed records must show; `make test` runs these too.
+check-records: $(VENV)/dev.stamp
+	$(RUN) -m pytest tests/records
 
 fuzz: $(VENV)/dev.stamp
 	$(RUN) -m tests.fuzz --cases 10000

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from benchmarks.harness import RECORDS, command_line, header, quiet_down, write_record
 from benchmarks.workloads import MLP
+from experiments.report import style
 from torchmali.audit import Audit, audit
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -38,16 +39,11 @@ TITLES = {
     "lost": "The chaotic problem over a longer time",
 }
 IN_PICTURE = ("smooth", "contracting", "chaotic")
-COLORS = {  # by gradient, as in the other pictures
-    "naive": "#c0504d",
-    "aca": "#d98c21",
-    "adjoint": "#7f7f7f",
-    "seminorm": "#7f7f7f",
-    "mali": "#1f5fa8",
-    "mali4": "#1f5fa8",
-    "mali6": "#1f5fa8",
-    "exact": "#1f5fa8",
-}
+LABELS = {  # in the palette
+    "naive": "naive", "aca": "ACA", "adjoint": "adjoint", "seminorm": "adjoint",
+    **dict.fromkeys(("mali", "mali4", "mali6", "exact"), "MALI"),
+}  # fmt: skip
+COLORS = {name: style.COLORS[label] for name, label in LABELS.items()}
 INK, PALE = "#222222", "#6b6b6b"
 
 
@@ -155,14 +151,14 @@ def draw_problem(ax: Axes, found: Mapping[str, Any]) -> None:
     points = {name: (row["peak_bytes"], row["error"]) for name, row in found["rows"].items() if not row["failure"]}
     sizes, errors = zip(*points.values(), strict=True)
     ax.set(xscale="log", yscale="log", xlim=(min(sizes) / 3, max(sizes) * 4), ylim=(min(errors) / 4, max(errors) * 4))
-    ax.axhspan(min(errors) / 4, found["tolerance"], color="#1f5fa8", alpha=0.07, lw=0)
+    ax.axhspan(min(errors) / 4, found["tolerance"], color=style.COLORS["MALI"], alpha=0.07, lw=0)
     ax.xaxis.set_major_locator(LogLocator(subs=(1, 3)))
     ax.xaxis.set_major_formatter(FuncFormatter(as_bytes))
     ax.minorticks_off()
     ax.spines[["top", "right"]].set_visible(False)
     ax.spines[["left", "bottom"]].set_color("#cccccc")
     ax.tick_params(length=0, labelsize=8.5, labelcolor=PALE)
-    ax.grid(color="#e6e6e6", linewidth=0.7)
+    ax.grid(color=style.GRID, linewidth=0.7)
     ax.set_axisbelow(True)
     for name, (x, y) in points.items():
         ax.plot(x, y, "o", ms=6, color=COLORS[name], zorder=3)

@@ -20,8 +20,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks.harness import finish, options_of, paired_ratio, time_side_by_side
-from experiments.images import DIGITS, ImagesConfig, as_published, batches, how, network
-from experiments.training import evaluations
+from experiments.engine.measure import evaluations
+from experiments.images.recognition import DIGITS, ImagesConfig, batches, network, solve_of
+from experiments.methods import published_tolerances
 
 MATCHED = {"rtol": 1e-1, "atol": 1e-2}
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -56,7 +57,7 @@ def measure(rounds: int, n_steps: int) -> dict[str, Any]:
     runs, counts = {}, {}
     for name, changes in CONFIGS.items():
         other = copy.deepcopy(net)
-        other.resolved(how(replace(base, **changes)))
+        other.set_solve(solve_of(replace(base, **changes)))
         runs[name] = lambda other=other: step(other, x, y)
         runs[name]()
         counts[name] = evaluations(other)
@@ -84,7 +85,7 @@ def report(results: dict[str, Any]) -> None:
 
 def main() -> None:
     options = options_of(__doc__, rounds=20, steps=40)
-    with as_published():
+    with published_tolerances():
         results = measure(options.rounds, options.steps)
     report(results)
     finish("images", options, results, ("torch", "torchmali"), kept=True)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 import torchmali as tm
+from experiments.theory.problems import linear_field, mlp_field, van_der_pol_field
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,9 +52,9 @@ class Problem:
         In this order: the closed form, ACA with Dopri8 and plain autograd with Tsit5, both at rtol 1e-12.
         """
         controller = tm.AdaptiveStep(rtol=1e-12, atol=1e-16, max_steps=10**6)
-        ways = [(tm.Dopri8(), tm.ACA()), (tm.Tsit5(), tm.Naive())]
+        methods = [(tm.Dopri8(), tm.ACA()), (tm.Tsit5(), tm.Naive())]
         found = [] if self.flow is None else [self.gradient(self.flow)]
-        for solver, gradient in ways[: 2 - len(found)]:
+        for solver, gradient in methods[: 2 - len(found)]:
             found.append(self.solved_gradient(solver=solver, controller=controller, gradient=gradient)[0])
         first, second = found
         return first, relative_error(second, first)
@@ -73,16 +74,13 @@ def _mlp() -> Problem:
     w2, b2 = rng.standard_normal((16, 4)) / 4, 0.1 * rng.standard_normal(4)
     z0 = np.random.default_rng(1).standard_normal((3, 4))
 
-    def f(t: Tensor, z: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
-        return torch.tanh(z @ w1[:4] + t * w1[4] + b1) @ w2 + b2
-
-    return Problem("MLP", f, torch.from_numpy(z0), tuple(map(torch.from_numpy, (w1, b1, w2, b2))), 5.0)
+    return Problem("MLP", mlp_field, torch.from_numpy(z0), tuple(map(torch.from_numpy, (w1, b1, w2, b2))), 5.0)
 
 
 def _toy(alpha: float, t_end: float) -> Problem:
     return Problem(
         f"toy {alpha:+g}",
-        lambda t, z, alpha: alpha * z,
+        linear_field,
         _vector(1.0),
         (_vector(alpha),),
         t_end,
@@ -91,11 +89,7 @@ def _toy(alpha: float, t_end: float) -> Problem:
 
 
 def _van_der_pol(mu: float, t_end: float) -> Problem:
-    def f(t: Tensor, z: Tensor, mu: Tensor) -> Tensor:
-        x, y = z
-        return torch.stack([y, mu * (1 - x**2) * y - x])
-
-    return Problem("Van der Pol", f, _vector(2.0, 0.1), (torch.tensor(mu, dtype=torch.float64),), t_end)
+    return Problem("Van der Pol", van_der_pol_field, _vector(2.0, 0.1), (torch.tensor(mu, dtype=torch.float64),), t_end)
 
 
 def _oscillator(stiffness: float, friction: float, t_end: float) -> Problem:

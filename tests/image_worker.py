@@ -8,14 +8,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from experiments import runner
-from experiments.catalogue import EXPERIMENTS
+from experiments.engine import task as tasks
+from experiments.engine.queue import Options, perform
+from experiments.engine.task import Task
+from experiments.engine.trainer import Classifier
+from experiments.registry import EXPERIMENTS
 
 
 def run(out: Path, changes: dict[str, Any]) -> None:
     """Losses go to out/losses-RANK.jsonl as [epoch, step, loss], the number of the process to out/pid-RANK."""
-    from experiments.training import Classifier
-
     rank, plain = int(os.environ.get("RANK", "0")), Classifier.training_step
 
     def training_step(self: Classifier, batch: Any, batch_idx: int) -> Any:
@@ -25,10 +26,10 @@ def run(out: Path, changes: dict[str, Any]) -> None:
         return loss
 
     (out / f"pid-{rank}").write_text(str(os.getpid()))
-    runner.RECORDS, runner.RUNS = out / "records", out / "runs"
+    tasks.RECORDS, tasks.RUNS = out / "records", out / "runs"
     Classifier.training_step = training_step
     try:
-        runner.perform(runner.Task(EXPERIMENTS["digits"], "smoke", changes), runner.Options(), lambda done, text: None)
+        perform(Task(EXPERIMENTS["digits"], "smoke", changes), Options(), lambda done, text: None)
     finally:
         Classifier.training_step = plain
 

@@ -8,7 +8,14 @@ from typing import Any
 import torchmali.errors as errors
 from torchmali.audit import Audit, audit
 from torchmali.code import Code, solve_back
-from torchmali.controllers import AdaptiveStep, FixedStep, StepController, rms_norm
+from torchmali.controllers import (
+    AdaptiveControllerState,
+    AdaptiveStep,
+    ControllerState,
+    FixedStep,
+    StepController,
+    rms_norm,
+)
 from torchmali.errors import (
     DoubleBackwardError,
     IncompatibleError,
@@ -29,9 +36,10 @@ from torchmali.gradients.adjoint import Adjoint
 from torchmali.gradients.base import GradientMethod
 from torchmali.gradients.mali import MALI
 from torchmali.gradients.naive import Naive
+from torchmali.outputs.base import Outputs
 from torchmali.solution import Solution, Stats
 from torchmali.solve import solve
-from torchmali.solvers.base import ReversibleSolver, Solver
+from torchmali.solvers.base import Attempt, ReversibleSolver, Solver
 from torchmali.solvers.coupled import Reversible
 from torchmali.solvers.leapfrog import ALF, Leapfrog
 from torchmali.solvers.runge_kutta import (
@@ -45,6 +53,8 @@ from torchmali.solvers.runge_kutta import (
     HeunEuler,
     Midpoint,
     RK4ThreeEighths,
+    RungeKutta,
+    Tableau,
     Tsit5,
 )
 from torchmali.torchdiffeq import odeint, odeint_adjoint
@@ -54,13 +64,14 @@ __version__ = "0.1.0.dev0"
 __all__ = [
     "ACA",
     "ALF",
-    "MALI",
-    "RK4",
+    "AdaptiveControllerState",
     "AdaptiveStep",
     "Adjoint",
+    "Attempt",
     "Audit",
     "Bosh3",
     "Code",
+    "ControllerState",
     "Dopri5",
     "Dopri8",
     "DoubleBackwardError",
@@ -76,13 +87,17 @@ __all__ = [
     "InvalidStateError",
     "InvalidTimesError",
     "Leapfrog",
+    "MALI",
     "Midpoint",
     "Naive",
     "NonFiniteError",
     "NonRepeatableFieldError",
+    "Outputs",
+    "RK4",
     "RK4ThreeEighths",
     "Reversible",
     "ReversibleSolver",
+    "RungeKutta",
     "Solution",
     "Solver",
     "SolverError",
@@ -91,6 +106,7 @@ __all__ = [
     "StepController",
     "StepLimitError",
     "StepUnderflowError",
+    "Tableau",
     "Tsit5",
     "UnknownMethodError",
     "audit",

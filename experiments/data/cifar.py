@@ -24,7 +24,7 @@ CLASSES, PER_BATCH = 10, 10_000
 
 
 def load(folder: Path | None, split: Literal["train", "test"], require_all: bool = False) -> Images:
-    """Images are uint8 (n, 3, 32, 32). Training batches that are not there are left out, unless require_all."""
+    """Load images as uint8 (n, 3, 32, 32). Training batches that are missing are left out, unless require_all."""
     names = {"train": TRAINING, "test": ("test_batch",)}[split]
     place = None if folder is None else folder / "cifar-10-batches-py"
     paths = [] if place is None else [place / name for name in names if (place / name).is_file()]

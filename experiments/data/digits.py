@@ -9,6 +9,11 @@ import torch
 
 from experiments.data.source import DataError, Images
 
+try:
+    from sklearn.datasets import load_digits
+except ImportError:
+    load_digits = None  # pyright: ignore[reportAssignmentType]
+
 
 class Digits(NamedTuple):
     train: Images
@@ -17,13 +22,9 @@ class Digits(NamedTuple):
 
 
 def load(seed: int, n_validation: int = 270, n_test: int = 270) -> Digits:
-    """The same seed gives the same split. Images are uint8 (n, 8, 8)."""
-    try:
-        from sklearn.datasets import load_digits
-    except ImportError:
-        raise DataError(
-            "The digits come with scikit-learn, which is not installed: pip install scikit-learn."
-        ) from None
+    """Load images as uint8 (n, 8, 8). The same seed gives the same split."""
+    if load_digits is None:
+        raise DataError("The digits come with scikit-learn, which is not installed: pip install scikit-learn.")
     pixels, target = load_digits(return_X_y=True)
     images = torch.from_numpy(np.asarray(pixels).astype(np.uint8).reshape(-1, 8, 8))
     labels = torch.from_numpy(np.asarray(target).astype(np.int64))

@@ -7,16 +7,14 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 
-from experiments.data.source import DataError, Source
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
+from experiments.data.source import Source
 
 SOURCE = Source(
     name="The folder of pictures",
@@ -29,7 +27,7 @@ SUFFIXES = (".jpg", ".jpeg", ".png")
 
 @dataclass(frozen=True)
 class Index:
-    """Which pictures there are, sorted by class and name; nothing is decoded yet."""
+    """Paths of the pictures, sorted by class and name; nothing is decoded yet."""
 
     classes: tuple[str, ...]
     paths: tuple[Path, ...]
@@ -54,7 +52,7 @@ class Box(NamedTuple):
 
 
 def index(root: Path | None) -> Pictures:
-    """Of both parts, which must have the same classes."""
+    """Index both parts, which must have the same classes."""
     train, val = _index(root, "train"), _index(root, "val")
     if train.classes != val.classes:
         only = sorted(set(train.classes) ^ set(val.classes))
@@ -102,7 +100,7 @@ def random_crops(
 def draw_box(
     height: int, width: int, generator: torch.Generator, scale: tuple[float, float], ratio: tuple[float, float]
 ) -> Box:
-    """scale: part of the area; ratio: width over height, uniform in its logarithm. As torchvision draws it."""
+    """Draw a part of a picture as torchvision does. scale: of the area; ratio: width over height, log-uniform."""
 
     def uniform(low: float, high: float) -> float:
         return low + (high - low) * torch.rand((), generator=generator, dtype=torch.float64).item()
@@ -120,20 +118,14 @@ def draw_box(
     return Box((height - h) // 2, (width - w) // 2, h, w)
 
 
-def crop(picture: Image, box: Box, size: int) -> Tensor:
+def crop(picture: Image.Image, box: Box, size: int) -> Tensor:
     """The box, scaled to size x size: uint8 (3, size, size)."""
-    from PIL.Image import Resampling
-
     edges = (box.left, box.top, box.left + box.width, box.top + box.height)
-    return _tensor(picture.crop(edges).resize((size, size), Resampling.BILINEAR))
+    return _tensor(picture.crop(edges).resize((size, size), Image.Resampling.BILINEAR))
 
 
-def read(path: Path) -> Image:
+def read(path: Path) -> Image.Image:
     """Decode to RGB."""
-    try:
-        from PIL import Image
-    except ImportError:
-        raise DataError("Pictures are decoded with Pillow, which is not installed: pip install pillow.") from None
     try:
         with Image.open(path) as file:
             # Through RGBA: straight to RGB, Pillow warns about palettes with transparency.
@@ -142,15 +134,13 @@ def read(path: Path) -> Image:
         raise SOURCE.damaged(path, f"in class {path.parent.name} cannot be decoded ({error})") from None
 
 
-def _centre_crop(picture: Image, shorter: int, size: int) -> Tensor:
-    from PIL.Image import Resampling
-
+def _centre_crop(picture: Image.Image, shorter: int, size: int) -> Tensor:
     short = min(picture.width, picture.height)
     width, height = (shorter if side == short else shorter * side // short for side in picture.size)
     left, top = round((width - size) / 2), round((height - size) / 2)
-    scaled = picture.resize((width, height), Resampling.BILINEAR)
+    scaled = picture.resize((width, height), Image.Resampling.BILINEAR)
     return _tensor(scaled.crop((left, top, left + size, top + size)))
 
 
-def _tensor(picture: Image) -> Tensor:
+def _tensor(picture: Image.Image) -> Tensor:
     return torch.from_numpy(np.array(picture)).permute(2, 0, 1).contiguous()

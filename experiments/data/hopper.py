@@ -34,7 +34,7 @@ Tell = Callable[[int, int], None]
 
 
 class Observed(NamedTuple):
-    """values: zero where not observed. mask: 1 where observed. Both (trajectory, time, channel)."""
+    """Observations (trajectory, time, channel): values, zero where not observed; mask, 1 where observed."""
 
     values: Tensor
     mask: Tensor
@@ -169,7 +169,7 @@ def _spoilt(path: Path, why: str) -> DataError:
 
 
 def _sweep(place: Path) -> None:
-    """Away with what killed processes began to write; nobody writes at one chunk for a minute."""
+    """Delete what killed processes began to write; no process writes at one chunk for a minute."""
     for draft in place.glob("*.draft"):
         if time.time() - draft.stat().st_mtime > 60:
             draft.unlink(missing_ok=True)

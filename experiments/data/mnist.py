@@ -23,7 +23,7 @@ SIDE, CLASSES = 28, 10
 
 
 def load(folder: Path | None, split: Literal["train", "test"]) -> Images:
-    """Images are uint8 (n, 28, 28)."""
+    """Load images as uint8 (n, 28, 28)."""
     stem = {"train": "train", "test": "t10k"}[split]
     images = _read(folder, f"{stem}-images-idx3-ubyte.gz", 2051, (SIDE, SIDE))
     labels = _read(folder, f"{stem}-labels-idx1-ubyte.gz", 2049, ())

@@ -17,6 +17,14 @@ import numpy as np
 
 from experiments.data.source import DataError, write_npy
 
+try:
+    import mujoco
+    import mujoco.rollout
+
+    MISSING = ""
+except ImportError as error:
+    MISSING = str(error)
+
 INSTALL = (
     "Simulating Hopper needs MuJoCo and the model that comes with dm_control: pip install mujoco dm_control. "
     "Or put the trajectories at HopperPhysics/training.npy in the data folder."
@@ -26,7 +34,7 @@ N_POSITIONS, N_CHANNELS = 7, 14
 
 
 class Model(NamedTuple):
-    """text: hopper.xml. parts: what it includes, by name. made_by: in whose hands it gives the same numbers."""
+    """Model of Hopper: hopper.xml, the files that it includes, and the versions that give the same numbers."""
 
     text: str
     parts: dict[str, bytes]
@@ -34,7 +42,8 @@ class Model(NamedTuple):
 
 
 def model() -> Model:
-    mujoco = _mujoco()
+    if MISSING:
+        raise DataError(f"MuJoCo cannot be imported ({MISSING}). {INSTALL}")
     spec = importlib.util.find_spec("dm_control")
     places = list(spec.submodule_search_locations or ()) if spec else []
     if not places:
@@ -56,14 +65,15 @@ def chunk(path: Path, start: np.ndarray, length: int, dtype: str) -> None:
 
 
 def trajectories(start: np.ndarray, length: int) -> np.ndarray:
-    """start: (trajectory, channel). `mujoco.rollout` gives the same bits as single steps, in less time."""
-    mujoco, (text, parts, _) = _mujoco(), model()
-    hopper = mujoco.MjModel.from_xml_string(text, parts)
+    """Simulate from start (trajectory, channel). `mujoco.rollout` gives the same bits as single steps, in less time."""
+    text, parts, _ = model()
+    engine: Any = mujoco  # its type hints say less than it does
+    hopper = engine.MjModel.from_xml_string(text, parts)
     if (hopper.nq, hopper.nv, hopper.na) != (N_POSITIONS, N_POSITIONS, 0):
         raise DataError(f"dm_control's Hopper has {hopper.nq} positions and {hopper.nv} speeds, not 7 and 7. {INSTALL}")
     clock = np.zeros((len(start), 1))
-    steps, _ = mujoco.rollout.rollout(
-        hopper, mujoco.MjData(hopper), np.concatenate([clock, start], 1), nstep=length - 1
+    steps, _ = engine.rollout.rollout(
+        hopper, engine.MjData(hopper), np.concatenate([clock, start], 1), nstep=length - 1
     )
     # MuJoCo stops or starts again, with a warning only, where a state becomes too large: the clock tells.
     times = np.arange(1, length) * hopper.opt.timestep
@@ -73,22 +83,13 @@ def trajectories(start: np.ndarray, length: int) -> np.ndarray:
     return np.concatenate([start[:, None], states], 1)
 
 
-def _mujoco() -> Any:
-    try:
-        import mujoco
-        import mujoco.rollout
-    except ImportError as error:
-        raise DataError(f"MuJoCo cannot be imported ({error}). {INSTALL}") from None
-    return mujoco
-
-
 def end_with_parent() -> None:
-    """A killed parent cannot end its children; they look after it."""
+    """End this process when its parent has ended: a killed parent cannot end its children."""
     parent = os.getppid()
 
-    def watch() -> None:
+    def look() -> None:
         while os.getppid() == parent:
             time.sleep(0.5)
         os._exit(1)
 
-    threading.Thread(target=watch, daemon=True).start()
+    threading.Thread(target=look, daemon=True).start()

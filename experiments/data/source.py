@@ -1,4 +1,4 @@
-"""What all loaders share: where data is, errors that say what to do, files that are whole or not there.
+"""Base of all loaders: where data is, errors that say what to do, files that are whole or not there.
 
 This module needs NumPy only, so that the processes that simulate start quickly.
 """
@@ -27,7 +27,7 @@ class DataError(Exception):
 
 @dataclass(frozen=True)
 class Images:
-    """found: how many there are, in words, where a part of a data set is enough."""
+    """Images with labels. found: their number, in words, where a part of a data set is enough."""
 
     images: Tensor  # uint8; (image, row, column) or (image, channel, row, column)
     labels: Tensor  # int64; (image,)
@@ -47,7 +47,7 @@ class Source:
     without: str
 
     def missing(self, folder: Path | None, what: str = "") -> DataError:
-        """what: the part that is missing, when the rest is there."""
+        """Error for missing data. what: the part that is missing, when the rest is there."""
         if folder is None:
             where = f"but no data folder is given. Use --data-dir, or set {VARIABLE}"
         elif not folder.is_dir():
@@ -71,7 +71,7 @@ def data_dir(given: str | Path | None) -> Path | None:
 
 
 def read_npy(path: Path, damaged: Callable[[Path, str], DataError]) -> np.ndarray:
-    """Never runs code: arrays of Python objects are refused."""
+    """Read an array; never runs code: arrays of Python objects are refused."""
     try:
         with path.open("rb") as file:  # np.load would leave a damaged file open
             array = np.load(file, allow_pickle=False)
@@ -98,7 +98,7 @@ def read_npz(path: Path, names: Sequence[str], source: Source) -> list[np.ndarra
 
 
 def write_npy(path: Path, array: np.ndarray) -> None:
-    """Under another name first: whoever looks sees the whole file or none."""
+    """Write an array under another name first: a reader sees the whole file or none."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f"{path.name}.{os.getpid()}.draft")
     try:

@@ -1,4 +1,4 @@
-"""Speech Commands: one-second clips of ten words, as waves or as MFCCs, and ways to split them.
+"""Speech Commands: one-second clips of ten words, as waves or as MFCCs, and splits of them.
 
 The MFCCs are those of torchaudio with log_mels=True, n_mfcc=20, n_fft=200 and 64 mels, written out here because
 torchaudio is not always there.
@@ -17,6 +17,11 @@ import torch
 from torch import Tensor
 
 from experiments.data.source import DataError, Source, read_npz, shape_of
+
+try:
+    from sklearn.model_selection import train_test_split
+except ImportError:
+    train_test_split = None  # pyright: ignore[reportAssignmentType]
 
 WORDS = ("yes", "no", "up", "down", "left", "right", "on", "off", "stop", "go")  # in the order of their labels
 RATE = 16_000  # samples per second, and per clip
@@ -41,7 +46,7 @@ TABLE = Source(
 
 @dataclass(frozen=True)
 class Clips:
-    """Which clips there are, by label and then by file name; nothing is read yet."""
+    """Paths of the clips, by label and then by file name; nothing is read yet."""
 
     version: str
     paths: tuple[Path, ...]
@@ -78,7 +83,7 @@ class Table:
 
 
 def find(folder: Path | None, version: str | None = None) -> Clips:
-    """version: "0.01" or "0.02"; the newest there is if none is given."""
+    """Find the clips of a version, "0.01" or "0.02"; of the newest if none is given."""
     pattern = f"speech_commands_v{version or '0.0*'}"
     places = [] if folder is None else sorted(p for p in (folder / "SpeechCommands").glob(pattern) if p.is_dir())
     if not places:
@@ -127,7 +132,7 @@ def features(clips: Clips, batch: int = 256, tell: Callable[[int, int], None] = 
 
 
 def mfcc(waves: Tensor) -> Tensor:
-    """From (clip, sample), int16 or in [-1, 1], to float32 (clip, frame, 20); 161 frames for 16000 samples.
+    """MFCCs, float32 (clip, frame, 20), of (clip, sample), int16 or in [-1, 1]; 161 frames for 16000 samples.
 
     Power of the short-time Fourier transform, 64 mel filters, logarithm, discrete cosine transform; in float64, because
     the logarithm of a quiet band shows the round-off of a loud one.
@@ -188,10 +193,8 @@ def random_split(labels: Tensor) -> Split:
     The published code takes files in the order of the file system; here they are sorted, so the parts are not the same
     clips, but they are the same on every machine. Speakers are in several parts.
     """
-    try:
-        from sklearn.model_selection import train_test_split
-    except ImportError:
-        raise DataError("The split is scikit-learn's, which is not installed: pip install scikit-learn.") from None
+    if train_test_split is None:
+        raise DataError("The split is scikit-learn's, which is not installed: pip install scikit-learn.")
     y, rows = labels.numpy(), np.arange(len(labels))
     try:
         train, rest = train_test_split(rows, train_size=0.7, random_state=0, stratify=y)

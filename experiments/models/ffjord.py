@@ -49,7 +49,7 @@ def conv(n_in: int, n_out: int) -> nn.Module:
 
 
 class Mapped(NamedTuple):
-    """Where x went, (batch, dimensions); the others have shape (batch,)."""
+    """Result of a flow: z (batch, dimensions), its log-determinant and regularisers, of shape (batch,)."""
 
     z: Tensor
     log_det: Tensor
@@ -58,7 +58,7 @@ class Mapped(NamedTuple):
 
 
 class Logit(nn.Module):
-    """From (0, 1) to the line: logit(alpha + (1 - 2 alpha) x)."""
+    """Map from (0, 1) to the line: logit(alpha + (1 - 2 alpha) x)."""
 
     def __init__(self, alpha: float):
         super().__init__()
@@ -81,7 +81,7 @@ class Chain(nn.Module):
         self.flows: list[CNF] = nn.ModuleList(cnf(Field(conv, channels, widths)) for _ in range(n))  # pyright: ignore[reportAttributeAccessIssue]
 
     def forward(self, x: Tensor, sums: list[Tensor]) -> Tensor:
-        """sums: of log_det, kinetic, jacobian, which grow."""
+        """Apply the flows. sums: of log_det, kinetic, jacobian, which grow."""
         for cnf in self.flows:
             flow = cnf(x)
             for i, more in enumerate((flow.log_det, flow.kinetic, flow.jacobian)):
@@ -158,11 +158,11 @@ class FFJORD(nn.Module):
 
 
 def log_prob(mapped: Mapped) -> Tensor:
-    """Of x, (batch,), where z is standard normal."""
+    """Log-density of x, (batch,), where z is standard normal."""
     d = mapped.z.shape[1]
     return mapped.log_det - 0.5 * mapped.z.square().sum(1) - 0.5 * d * math.log(2 * math.pi)
 
 
 def bits_per_dim(log_p: Tensor, d: int, levels: int) -> Tensor:
-    """For pixels of so many levels, of which x = (pixel + noise) / levels."""
+    """Bits per dimension of pixels of so many levels, where x = (pixel + noise) / levels."""
     return -(log_p / d - math.log(levels)) / math.log(2)

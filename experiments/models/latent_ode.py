@@ -104,7 +104,7 @@ class Encoder(nn.Module):
 
 
 class Loss(NamedTuple):
-    """total: to be minimised. mse: over samples, times and channels. later: the same without the first time."""
+    """Loss of a batch. total: to be minimised. mse: over samples, times, channels. later: without the first time."""
 
     total: Tensor
     mse: Tensor
@@ -112,7 +112,7 @@ class Loss(NamedTuple):
 
 
 class LatentODE(nn.Module):
-    """block: makes the module that solves dz/dt = f(z); how that is differentiated is its business."""
+    """The latent ODE. block: makes the module that solves dz/dt = f(z), and decides how it is differentiated."""
 
     def __init__(
         self,
@@ -139,7 +139,7 @@ class LatentODE(nn.Module):
         return self.decoder(self.generate(z0).movedim(0, -2)), mean, std
 
     def loss(self, x: Tensor, values: Tensor, mask: Tensor, t: Tensor, kl_weight: float) -> Loss:
-        """All of x counts, also what was not observed."""
+        """Loss of all of x, observed or not."""
         rebuilt, mean, std = self(values, mask, t)
         likelihood = log_likelihood(rebuilt, x).mean((1, 2, 3))  # of each sample
         kl = torch.distributions.kl_divergence(

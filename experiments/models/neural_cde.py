@@ -25,7 +25,7 @@ class Matrix(nn.Module):
 
 
 class CDEClassifier(nn.Module):
-    """From a series (batch, time, channel), a time each unit, to logits: z at the end, read out.
+    """Network from a series (batch, time, channel), a time each unit, to logits: z at the end, read out.
 
     cde: makes a `NeuralCDE` of f and the map from the first point of the path to z.
     """

@@ -6,13 +6,13 @@ The twin that is a ResNet is the network whose ODE blocks are solved by one step
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import torchmali as tm
+from experiments.methods import Solve
 from torchmali.nn import ODEBlock
 
 Norm = Callable[[int], nn.Module]
@@ -30,21 +30,17 @@ def group_norm(channels: int) -> nn.Module:
 NORMS: dict[str, Norm] = {"batch": batch_norm, "group": group_norm}
 
 
-@dataclass(frozen=True)
-class How:
-    """How the ODE blocks of a network are solved and differentiated."""
-
-    solver: tm.Solver
-    controller: tm.StepController
-    gradient: tm.GradientMethod
-    end: float = 1.0
-
-    def block(self, f: nn.Module) -> ODEBlock:
-        how = {"solver": self.solver, "controller": self.controller, "gradient": self.gradient}
-        return ODEBlock(f, (0.0, self.end), **how)
+RESNET = Solve(tm.Euler(), tm.FixedStep(1.0), tm.Naive())  # one step of Euler's method
+NORMALISE = {  # mean and standard deviation of the pixels, by data set
+    "digits": ((0.31,), (0.38,)),
+    "mnist": ((0.1307,), (0.3081,)),
+    "cifar10": ((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)),
+    "folder": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
+}
 
 
-RESNET = How(tm.Euler(), tm.FixedStep(1.0), tm.Naive())
+def ode_block(f: nn.Module, solve: Solve) -> ODEBlock:
+    return ODEBlock(f, (0.0, solve.end), **solve.options())
 
 
 class Field(nn.Module):
@@ -95,13 +91,13 @@ class Normalise(nn.Module):
 
 
 class Network(nn.Sequential):
-    """normalise, stem, body, head: from pixels in [0, 1] to logits."""
+    """Network from pixels in [0, 1] to logits: normalise, stem, body, head."""
 
-    def resolved(self, how: How) -> None:
-        """Solve all ODE blocks in another way, from now on."""
+    def set_solve(self, solve: Solve) -> None:
+        """Solve all ODE blocks so from now on."""
         for block in self.blocks():
-            block.solver, block.controller, block.gradient = how.solver, how.controller, how.gradient
-            block.t = (0.0, how.end)
+            block.solver, block.controller, block.gradient = solve.solver, solve.controller, solve.gradient
+            block.t = (0.0, solve.end)
 
     def blocks(self) -> list[ODEBlock]:
         return [module for module in self.modules() if isinstance(module, ODEBlock)]
@@ -111,11 +107,11 @@ def head(channels: int, n_classes: int) -> nn.Module:
     return nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, n_classes))
 
 
-def stages(widths: Sequence[int], strides: Sequence[int], n_in: int, how: How, norm: Norm) -> nn.Module:
-    """In each, an ordinary block and an ODE block."""
+def stages(widths: Sequence[int], strides: Sequence[int], n_in: int, solve: Solve, norm: Norm) -> nn.Module:
+    """Stages of an ordinary block and an ODE block each."""
     parts = []
     for width, stride in zip(widths, strides, strict=True):
-        parts += [BasicBlock(n_in, width, stride, norm), how.block(Field(width, norm))]
+        parts += [BasicBlock(n_in, width, stride, norm), ode_block(Field(width, norm), solve)]
         n_in = width
     return nn.Sequential(*parts)
 
@@ -125,39 +121,39 @@ def small_stem(n_in: int, width: int, stride: int, norm: Norm) -> nn.Module:
 
 
 def large_stem(n_in: int, width: int, norm: Norm) -> nn.Module:
-    """Of networks for ImageNet: a quarter of the width and height remain."""
+    """Stem of networks for ImageNet: a quarter of the width and height remain."""
     conv = nn.Conv2d(n_in, width, 7, 2, padding=3, bias=False)
     return nn.Sequential(conv, norm(width), nn.ReLU(), nn.MaxPool2d(3, 2, padding=1))
 
 
 def resnet18(
-    normalise: Normalise, n_classes: int, how: How, norm: Norm = batch_norm, stem: str = "small", n_in: int = 3
+    normalise: Normalise, n_classes: int, solve: Solve, norm: Norm = batch_norm, stem: str = "small", n_in: int = 3
 ) -> Network:
-    """11,173,962 parameters with the small stem and 10 classes, 11,689,512 with the large one and 1000."""
+    """ResNet18: 11,173,962 parameters with the small stem and 10 classes, 11,689,512 with the large one and 1000."""
     first = small_stem(n_in, 64, 1, norm) if stem == "small" else large_stem(n_in, 64, norm)
-    body = stages((64, 128, 256, 512), (1, 2, 2, 2), 64, how, norm)
+    body = stages((64, 128, 256, 512), (1, 2, 2, 2), 64, solve, norm)
     return Network(normalise, first, body, head(512, n_classes))
 
 
 def small(
-    normalise: Normalise, n_classes: int, how: How, norm: Norm = batch_norm, n_in: int = 3, stride: int = 2
+    normalise: Normalise, n_classes: int, solve: Solve, norm: Norm = batch_norm, n_in: int = 3, stride: int = 2
 ) -> Network:
-    """Two stages, of 16 and 32 channels: 43,226 parameters for 3 channels, 42,938 for one."""
+    """Network of two stages, of 16 and 32 channels: 43,226 parameters for 3 channels, 42,938 for one."""
     return Network(
-        normalise, small_stem(n_in, 16, stride, norm), stages((16, 32), (1, 2), 16, how, norm), head(32, n_classes)
+        normalise, small_stem(n_in, 16, stride, norm), stages((16, 32), (1, 2), 16, solve, norm), head(32, n_classes)
     )
 
 
 def node_stack(
     normalise: Normalise,
     n_classes: int,
-    how: How,
+    solve: Solve,
     norm: Norm = batch_norm,
     n_in: int = 1,
     stride: int = 1,
     width: int = 12,
     n_blocks: int = 4,
 ) -> Network:
-    """ODE blocks and nothing between them: what other solvers do to it is not hidden by ordinary blocks."""
-    body = nn.Sequential(*(how.block(Field(width, norm)) for _ in range(n_blocks)))
+    """Network of ODE blocks alone: ordinary blocks between them would hide the effect of other solvers."""
+    body = nn.Sequential(*(ode_block(Field(width, norm), solve) for _ in range(n_blocks)))
     return Network(normalise, small_stem(n_in, width, stride, norm), body, head(width, n_classes))

@@ -34,7 +34,7 @@ class PlainCell(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """decays: the state fades (GRU-D).
+    """Recurrent network for series with gaps. decays: the state fades between observations (GRU-D).
 
     GRU-D's fading inputs are left out: here a time has all channels or none, and without any the state stays.
     """

@@ -38,7 +38,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 import torchmali as tm
-from experiments.record import made_with
+from experiments.engine.record import made_with
 
 from . import systems
 

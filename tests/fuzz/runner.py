@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from experiments.record import made_with
+from experiments.engine.record import made_with
 
 from .cases import draw
 from .judge import Outcome, judge

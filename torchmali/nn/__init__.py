@@ -1,5 +1,6 @@
 """Modules made of solves: ODEBlock, CNF, NeuralCDE and the paths that drive it, ODE-RNN."""
 
+from torchmali.nn.base import SolveModule
 from torchmali.nn.block import ODEBlock
 from torchmali.nn.cde import NeuralCDE
 from torchmali.nn.cnf import CNF, ExactTrace, Flow, Hutchinson, gaussian, rademacher
@@ -9,5 +10,6 @@ from torchmali.nn.rnn import ODERNN, ODERNNCell
 # fmt: off
 __all__ = [
     "CNF", "ODERNN", "CubicControl", "ExactTrace", "Flow", "Hutchinson", "LinearControl", "NeuralCDE", "ODEBlock",
-    "ODERNNCell", "gaussian", "hermite_cubic_coeffs", "linear_coeffs", "natural_cubic_coeffs", "rademacher",
+    "ODERNNCell", "SolveModule", "gaussian", "hermite_cubic_coeffs", "linear_coeffs", "natural_cubic_coeffs",
+    "rademacher",
 ]

@@ -1,0 +1,114 @@
+"""Batches of data: what training asks of them, sets of tensors in memory, and the share of one process of several."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+Batch = tuple[Tensor, ...]
+
+
+class Batches(Protocol):
+    """The data of a run. All chance is in the generators, or in torch's global one, which is seeded for each epoch."""
+
+    def train(self, epoch: int, order: torch.Generator, subsample: torch.Generator) -> Iterable: ...
+
+    def validation(self) -> Sequence[Iterable]:
+        """Sets for validation: an epoch is chosen by the first, the others are only reported."""
+        ...
+
+    def test(self) -> Iterable: ...
+
+
+def even_shares(rows: Tensor, batch: int, devices: int) -> list[Tensor]:
+    """Batches of `batch` rows for all devices together, one after the other, each in shares of one size."""
+    shares = []
+    for whole in rows.split(batch):
+        shares += whole[: len(whole) // devices * devices].tensor_split(devices)
+    return [share for share in shares if len(share)]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Batches that are read when they are wanted, each from its rows; ahead of time, by so many threads, if any."""
+
+    rows: Sequence[Tensor]
+    read: Callable[[Tensor], Batch]
+    workers: int = 0
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __iter__(self) -> Iterator[Batch]:
+        if not self.workers:
+            yield from map(self.read, self.rows)
+            return
+        waiting: deque[Future[Batch]] = deque()
+        with ThreadPoolExecutor(self.workers) as pool:  # Pillow and torch let go of the interpreter
+            for rows in self.rows:
+                waiting.append(pool.submit(self.read, rows))
+                if len(waiting) > self.workers:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+
+
+def share(batches: Iterable, rank: int, world: int, even: bool) -> Iterable:
+    """Take every world-th batch. even: as many for all, or processes with one more would wait for ever."""
+    if isinstance(batches, Parts):  # the others need not be read
+        n = len(batches) // world * world if even else len(batches)
+        return Parts(batches.rows[rank:n:world], batches.read, batches.workers)
+    return _Share(batches, rank, world, even)
+
+
+class _Share:
+    def __init__(self, batches: Iterable, rank: int, world: int, even: bool):
+        self.batches, self.rank, self.world, self.even = batches, rank, world, even
+
+    def __len__(self) -> int:
+        if not isinstance(self.batches, Sized):
+            raise TypeError("The number of batches is not known.")  # as Lightning expects it of an iterable
+        n = len(self.batches)
+        return n // self.world if self.even else len(range(self.rank, n, self.world))
+
+    def __iter__(self) -> Iterator:
+        rest = iter(self.batches)
+        while group := list(itertools.islice(rest, self.world)):
+            if len(group) == self.world or (not self.even and self.rank < len(group)):
+                yield group[self.rank]
+
+
+@dataclass(frozen=True)
+class InMemory:
+    """Sets of tensors with the same number of rows. n_per_epoch: rows drawn for an epoch; None: all."""
+
+    train_set: Batch
+    validation_set: Batch
+    test_set: Batch
+    batch: int
+    n_per_epoch: int | None = None
+    batch_in_tests: int = 128  # with several processes, each needs one batch
+
+    def train(self, epoch: int, order: torch.Generator, subsample: torch.Generator) -> Iterable:
+        n = len(self.train_set[0])
+        if self.n_per_epoch is None:
+            return _rows(self.train_set, torch.randperm(n, generator=order), self.batch)
+        drawn = torch.randperm(n, generator=subsample)[: self.n_per_epoch]
+        return _rows(self.train_set, drawn[torch.randperm(len(drawn), generator=order)], self.batch)
+
+    def validation(self) -> Sequence[Iterable]:
+        return [_rows(self.validation_set, torch.arange(len(self.validation_set[0])), self.batch_in_tests)]
+
+    def test(self) -> Iterable:
+        return _rows(self.test_set, torch.arange(len(self.test_set[0])), self.batch_in_tests)
+
+
+def _rows(tensors: Batch, rows: Tensor, batch: int) -> Parts:
+    return Parts(rows.split(batch), lambda part: tuple(tensor[part] for tensor in tensors))

@@ -1,0 +1,284 @@
+"""Tasks: an experiment with presets, one run of it that is asked for, and what a running one works with.
+
+An experiment is a function from a frozen config to results. It computes in pieces through its `Run`: finished pieces
+are kept in `runs/` and are not computed again, so that a run that was killed goes on where it was.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import time
+import typing
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from experiments.engine.record import RECORDS, RUNS, Record, code_hash
+
+
+class BadOption(Exception):
+    """An option of the command line that cannot be used; the message says what to do."""
+
+
+def require_known(what: str, name: str, known: Iterable[str]) -> None:
+    """Raise BadOption where a name that the command line gave is none of the known ones."""
+    known = list(known)
+    if name not in known:
+        raise BadOption(f"There is no {what} {name!r}; there are {', '.join(known)}.")
+
+
+class OutOfTime(Exception):
+    """The time of --max-seconds is over."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """Settings of a run; each experiment adds its own fields."""
+
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """An experiment of the registry. main: from a config to results, with the help of a `Run`.
+
+    methods: names that --method may give; empty: it has none.
+
+    usual, seeds: the methods and seeds that are run where none are asked for.
+    """
+
+    name: str
+    what: str
+    shows: str  # tables and figures
+    presets: Mapping[str, Config]
+    main: Callable[[Any, Run], dict[str, Any]]
+    takes: Mapping[str, str]  # how long a preset takes
+    data: str = "none"
+    methods: Sequence[str] = ()
+    usual: Sequence[str] | None = None  # None: all methods
+    seeds: Sequence[int] = (0,)
+
+    def config(self, preset: str, changes: Mapping[str, Any]) -> Config:
+        if preset not in self.presets:
+            raise BadOption(f"{self.name} has no preset {preset!r}; it has {', '.join(self.presets)}.")
+        return dataclasses.replace(self.presets[preset], **changes)
+
+
+class Task(NamedTuple):
+    """One run that is asked for."""
+
+    experiment: Experiment
+    preset: str
+    changes: dict[str, Any]  # of the preset
+
+    @property
+    def config(self) -> Config:
+        return self.experiment.config(self.preset, self.changes)
+
+    @property
+    def name(self) -> str:
+        """Name of its record: the preset, then what was changed of it."""
+        parts = [self.preset, *(_part(key, value) for key, value in sorted(self.changes.items()))]
+        return "-".join(parts)
+
+    @property
+    def path(self) -> Path:
+        return RECORDS / self.experiment.name / f"{self.name}.json"
+
+    @property
+    def folder(self) -> Path:
+        """Folder for what is not finished; another config of the same name has another one."""
+        body = json.dumps(dataclasses.asdict(self.config), sort_keys=True, default=str)
+        return RUNS / self.experiment.name / f"{self.name}-{hashlib.sha256(body.encode()).hexdigest()[:8]}"
+
+    @property
+    def command(self) -> str:
+        words = [f"python -m experiments run {self.experiment.name} --preset {self.preset}"]
+        for key, value in sorted(self.changes.items()):
+            words.append(f"--{key} {value}" if key in ("method", "seed") else f"--set {key}={_text(value)}")
+        return " ".join(words)
+
+    def finished(self) -> Record | None:
+        """Its record, if there is one that can be trusted and was made with this config."""
+        if not self.path.exists():
+            return None
+        record = Record.read(self.path)
+        return record if record.finished and self.has_made(record) else None
+
+    def has_made(self, record: Record) -> bool:
+        config = as_json(dataclasses.asdict(self.config))
+        # A field that the record does not know was not there yet: then all was as its default has it now.
+        defaults = as_json({f.name: f.default for f in dataclasses.fields(self.config) if f.name not in record.config})
+        return {**defaults, **record.config} == config
+
+    @property
+    def weights(self) -> Path:
+        """Path of the weights that are kept beside the record."""
+        return self.path.with_suffix(".pt")
+
+
+def _part(key: str, value: Any) -> str:
+    if key in ("method", "seed"):
+        return str(value) if key == "method" else f"{key}{value}"
+    return f"{key}={_text(value)}".replace("/", "_")
+
+
+def _text(value: Any) -> str:
+    """Value of a field as --set reads it."""
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def as_json(value: Any) -> Any:
+    return json.loads(json.dumps(value))
+
+
+Tell = Callable[[float, str], None]
+
+
+@dataclass
+class Run:
+    """A running task: its folder, progress bar and deadline, and the pieces that were finished before."""
+
+    task: Task
+    tell: Tell = lambda done, text: None  # noqa: E731
+    deadline: float = float("inf")  # of time.monotonic()
+    data_dir: Path | None = None
+    any_code: bool = False  # go on from what code that has changed since has left
+    before: Record | None = None  # what an earlier run came to, if there are weights beside it
+    metrics: dict[str, list] = field(default_factory=dict)
+    seconds: dict[str, Any] = field(default_factory=dict)
+    so_far: dict[str, Any] = field(default_factory=dict)  # results, should time run out
+    notes: list[str] = field(default_factory=list)  # what was amiss, in sentences for whoever asked for the run
+
+    def __post_init__(self):
+        self.folder = self.task.folder
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._pieces: dict[str, Any] | None = None
+
+    def seed(self, *of: Any) -> int:
+        """One number for each use of random numbers, from the seed of the config."""
+        text = "/".join(map(str, (getattr(self.task.config, "seed", 0), *of)))
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
+
+    def generator(self, *of: Any) -> torch.Generator:
+        return torch.Generator().manual_seed(self.seed(*of))
+
+    def log(self, **facts: Any) -> None:
+        """Append a line to the log of the run."""
+        with (self.folder / "log.jsonl").open("a") as file:
+            file.write(json.dumps(facts) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    def pieces(self, work: Mapping[str, Callable[[], Any]]) -> dict[str, Any]:
+        """The values of all pieces, computing those that are missing, one after the other."""
+        done, code = self._finished_pieces(), code_hash(self.task.experiment.main)
+        for i, (name, compute) in enumerate(work.items()):
+            if name not in done:
+                self.check_time()
+                self.tell(i / len(work), name)
+                start = time.perf_counter()
+                value = as_json(compute())
+                done[name] = value
+                body = {"name": name, "value": value, "seconds": time.perf_counter() - start, "code": code}
+                with (self.folder / "pieces.jsonl").open("a") as file:
+                    file.write(_line(body))
+                    file.flush()
+                    os.fsync(file.fileno())
+        self.tell(1.0, "done")
+        return {name: done[name] for name in work}
+
+    def _finished_pieces(self) -> dict[str, Any]:
+        if self._pieces is None:
+            path = self.folder / "pieces.jsonl"
+            lines = path.read_text().splitlines() if path.exists() else []
+            # Killed while it wrote: what is whole counts. Of code that has changed since: it does not.
+            code = code_hash(self.task.experiment.main)
+            bodies = [body for line in lines if (body := _checked(line)) and body["code"] == code]
+            if len(bodies) < len(lines):
+                path.write_text("".join(map(_line, bodies)))
+            self._pieces = {body["name"]: body["value"] for body in bodies}
+        return self._pieces
+
+    def check_time(self) -> None:
+        if time.monotonic() > self.deadline:
+            raise OutOfTime
+
+
+def _line(body: Mapping[str, Any]) -> str:
+    text = json.dumps(body)
+    return json.dumps({"sha256": hashlib.sha256(text.encode()).hexdigest(), "body": text}) + "\n"
+
+
+def _checked(line: str) -> dict[str, Any] | None:
+    try:
+        outer = json.loads(line)
+        whole = hashlib.sha256(outer["body"].encode()).hexdigest() == outer["sha256"]
+        return json.loads(outer["body"]) if whole else None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def tasks_of(
+    experiment: Experiment, preset: str, methods: Iterable[str], seeds: Iterable[int], changes: Mapping[str, Any]
+) -> list[Task]:
+    """Make one task for each method and seed."""
+    methods, seeds = (
+        list(methods) or list(experiment.methods if experiment.usual is None else experiment.usual),
+        list(seeds) or list(experiment.seeds),
+    )
+    unknown = [m for m in methods if m not in experiment.methods]
+    if unknown:
+        known = ", ".join(experiment.methods) or "none"
+        raise BadOption(f"{experiment.name} has no method {unknown[0]!r}; it has {known}.")
+    own = dataclasses.asdict(experiment.presets[preset])
+    differing = {key: value for key, value in changes.items() if key not in own or own[key] != value}
+    found = []
+    for seed in seeds:
+        for method in methods or [None]:
+            chosen: dict[str, Any] = {} if method is None else {"method": method}
+            if seed != experiment.presets[preset].seed or len(experiment.seeds) > 1:
+                chosen["seed"] = seed
+            found.append(Task(experiment, preset, {**chosen, **differing}))
+    for task in found:
+        _ = task.config  # raises what is wrong with it
+    return found
+
+
+def parsed(experiment: Experiment, preset: str, assignments: Sequence[str]) -> dict[str, Any]:
+    """Parse the assignments field=value of --set, with the type of each field."""
+    if preset not in experiment.presets:
+        raise BadOption(f"{experiment.name} has no preset {preset!r}; it has {', '.join(experiment.presets)}.")
+    hints = typing.get_type_hints(type(experiment.presets[preset]))
+    changes = {}
+    for assignment in assignments:
+        name, sign, text = assignment.partition("=")
+        if not sign or name not in hints:
+            raise BadOption(f"--set {assignment}: give field=value with one of the fields {', '.join(hints)}.")
+        try:
+            changes[name] = _value(text, hints[name])
+        except (ValueError, TypeError):
+            raise BadOption(f"--set {assignment}: {name} is a {hints[name]}, and {text!r} is none.") from None
+    return changes
+
+
+def _value(text: str, hint: Any) -> Any:
+    if hint is bool:
+        return {"true": True, "false": False}[text.lower()] if text.lower() in ("true", "false") else _no(text)
+    if hint in (int, float, str):
+        return hint(text)
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin is tuple:
+        return tuple(_value(part, inner[0]) for part in text.split(",") if part)
+    options = [kind for kind in inner if kind is not type(None)]
+    return None if text.lower() == "none" else _value(text, options[0])
+
+
+def _no(text: str) -> Any:
+    raise ValueError(text)

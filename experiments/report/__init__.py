@@ -1,0 +1,1 @@
+"""Report: tables, figures and verdicts on the paper's claims, made of committed records alone."""

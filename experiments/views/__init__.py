@@ -1,1 +1,0 @@
-"""What records show: tables, figures and verdicts of each experiment."""

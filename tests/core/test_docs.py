@@ -1,0 +1,52 @@
+"""The examples of README.md and docs/models.md are run as they stand."""
+
+import re
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import torchmali as tm
+
+ROOT = Path(__file__).parents[2]
+README = ROOT / "README.md"
+
+
+class Slope(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, t, y):
+        return torch.tanh(self.linear(y))
+
+
+def examples(path: Path) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", path.read_text(), re.S)
+
+
+def test_the_readmes_examples_run(capsys):
+    first, second, third, fourth = examples(README)
+    names: dict = {}
+    exec(first, names)
+    assert names["solution"].y.shape == (3, 128, 2)
+    assert names["solution"].stats.n_vjps == 21
+    names |= {"func": names["Field"](), "y0": torch.randn(4, 2, requires_grad=True), "t": torch.tensor([0.0, 1.0])}
+    exec(second, names)
+    names["y"].sum().backward()
+    assert names["y0"].grad is not None
+    exec(third, names)
+    assert "mali4" in capsys.readouterr().out
+    exec(fourth, names)
+    assert all(p.grad is not None for p in names["flow"].parameters())
+    assert names["model"](torch.randn(4, 8)).shape == (4, 10)
+
+
+def test_the_examples_of_docs_models_run():
+    layers, observed = examples(ROOT / "docs" / "models.md")
+    names: dict = {"func": Slope(), "y0": torch.randn(4, 16, requires_grad=True), "times": torch.linspace(0, 1, 5)}
+    exec(layers, names)
+    assert names["model"](torch.randn(4, 2)).shape == (4, 1)
+    names |= {"decoder": nn.Linear(16, 3), "data": torch.randn(5, 4, 3), "solve": tm.solve}
+    exec(observed, names)
+    assert names["y0"].grad is not None and names["decoder"].weight.grad is not None

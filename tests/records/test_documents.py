@@ -1,0 +1,92 @@
+"""Numbers in README.md and docs/ are those of the committed records."""
+
+from __future__ import annotations
+
+import json
+import re
+
+from committed import ROOT, cells, records, table_titled
+
+from experiments.report.chapters import flows, images, series
+
+README = ROOT / "README.md"
+
+
+def test_the_readmes_benchmark_is_the_record():
+    record = json.loads((ROOT / "benchmarks" / "records" / "gradients.json").read_text())["results"]
+    rows = {
+        "MALI": r"\*\*MALI\*\*",
+        "MALI as published": "MALI as published .*?",
+        "ACA": "ACA",
+        "naive": "naive .*?",
+        "TDEPack MALI": "MALI of the paper's code .*?",
+        "lb_eager": "lower limit.*?",
+    }
+    for method, label in rows.items():
+        cells = []
+        for workload in ("W1", "W2"):
+            ratio = record[workload]["time_ratios"].get(f"{method} / lb_eager", {"median": 1})["median"]
+            cells += ["1" if ratio == 1 else f"{ratio:.2f}", f"{record[workload]['peak_bytes'][method] / 1e6:.2f}"]
+        assert re.search(rf"^\| {label} \| {re.escape(' | '.join(cells))} \|$", README.read_text(), re.M), method
+
+
+def test_the_decision_on_exact_mode_quotes_its_records():
+    text = (ROOT / "docs" / "choosing-a-gradient.md").read_text()
+    *_, last = (ROOT / "tests" / "fuzz" / "records" / "float32.jsonl").read_text().splitlines()
+    study = json.loads(last)["summary"]
+    vain, silent = (study[f"share of {what}"] for what in ("false alarms", "reruns without"))
+    assert (
+        f"Of {study['problems']:,} random float32 problems (networks, physics, clocks, chaos) {study['misses']}" in text
+    )
+    assert f"{vain:.1%} are warned".replace("%", " %") in text and f"{silent:.1%} are".replace("%", " %") in text
+    times = json.loads((ROOT / "benchmarks" / "records" / "exact.json").read_text())["results"]
+    for workload in ("W1", "W2"):
+        assert f"{times[workload]['time_ratio']['median']:.2f} times" in text
+
+
+def test_the_record_of_the_fuzzer_has_no_failure():
+    record = json.loads((ROOT / "tests" / "fuzz" / "records" / "fuzz.json").read_text())
+    assert record["cases"] >= 10_000 and record["failures"] == []
+
+
+def in_readme(method: str, found: list[str], remark: str = "") -> bool:
+    """Tell whether README.md has a table row of this method, with or without a remark, that holds these cells."""
+    line = rf"^\| \**{re.escape(method)}\**{remark} \| {re.escape(' | '.join(found))} \|$"
+    return re.search(line, README.read_text(), re.M) is not None
+
+
+IN_PARENTHESES = r" \(.*?\)"
+
+
+def test_the_readme_has_the_numbers_of_cifar_10():
+    table = table_titled(images.show(records("cifar10"))[0], "Figure 5 in numbers: CIFAR-10")
+    for method in ("MALI", "ACA", "naive", "adjoint"):
+        found = cells(table, method, "test accuracy, %", "s per epoch", "peak MB")
+        assert in_readme(method, found, IN_PARENTHESES), (method, found)
+
+
+def test_the_readme_has_the_numbers_of_flows():
+    tables = [
+        table_titled(flows.show(records("flows", preset))[0], f"Flows of {title}")
+        for preset, title in flows.DATA.items()
+    ]
+    for method in ("MALI", "RNODE", "FFJORD (vanilla)"):
+        found = [x for table in tables for x in cells(table, method, "bits per dimension, noisy", "s per iteration")]
+        assert in_readme(method, found, IN_PARENTHESES), (method, found)
+
+
+def test_the_readme_has_the_numbers_of_series():
+    latent = table_titled(series.latent(records("latent"))[0], "Table 4")
+    paths = table_titled(series.paths(records("paths"))[0], "Table 5: Neural CDE, Speech Commands")
+    for method in ("MALI", "ACA", "naive", "adjoint"):
+        error, seconds = cells(latent, method, "10% observed", "s per epoch")
+        found = [error.split(" (")[0], seconds, *cells(paths, method, "accuracy, %", "s per epoch", "peak MB")]
+        assert in_readme(method, found), (method, found)  # without the paper's numbers
+
+
+def test_the_page_of_the_audit_shows_its_record():
+    record = json.loads((ROOT / "benchmarks" / "records" / "audit.json").read_text())
+    page = (ROOT / "docs" / "audit.md").read_text()
+    tables = re.findall(r"```text\n(.*?)\n```", page, re.S)
+    assert tables == [found["text"] for found in record["results"].values()]
+    assert record["header"]["command"] in page

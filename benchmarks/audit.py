@@ -28,7 +28,7 @@ from torch import Tensor
 from benchmarks.harness import RECORDS, command_line, header, quiet_down, write_record
 from benchmarks.workloads import MLP
 from experiments.report import style
-from torchmali.audit import Audit, audit
+from torchmali import Audit, audit
 
 DOCS = Path(__file__).parents[1] / "docs"
 Problem = tuple[Callable[[Tensor, Tensor], Tensor], Tensor, tuple[float, float]]

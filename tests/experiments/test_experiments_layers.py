@@ -94,8 +94,6 @@ def test_imports_stand_at_the_top(name):
 OTHERS = {
     module_name(path): path for name in ("benchmarks", "examples") for path in sorted((ROOT / name).rglob("*.py"))
 }
-    module_name(path): path for name in ("benchmarks", "examples") for path in sorted((ROOT / name).rglob("*.py"))
-}
 
 
 @pytest.mark.parametrize("name", [*SOURCES, *OTHERS])

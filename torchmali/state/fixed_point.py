@@ -123,7 +123,8 @@ class FixedPoint(RewindableState):
     """The state as integers. Moves are out of place, each on fresh tensors: a fork is free. z keeps y0's layout.
 
     log: the shifts that careful moves have made room with, each with the number of moves before it; None: moves are not
-    careful. pending: shifts within the step that is being undone. given: the floats that v was made of.
+    careful. pending: shifts within the step that is being undone. given: the floats that v was made of. time: of a
+    few steps, for the first v.
     """
 
     __slots__ = (
@@ -138,6 +139,7 @@ class FixedPoint(RewindableState):
         "reals",
         "seen",
         "started",
+        "time",
         "v",
         "z",
     )
@@ -153,9 +155,10 @@ class FixedPoint(RewindableState):
         log: list[tuple[int, Shift, Snapshot]] | None = None,
         pending: tuple[tuple[Shift, Snapshot], ...] = (),
         given: Tensors = (),
+        time: float = 1.0,
     ):
         self.z, self.v, self.kz, self.kv, self.reals = z, v, kz, kv, reals
-        self.seen, self.log, self.pending, self.given, self.n_moves = seen, log, pending, given, 0
+        self.seen, self.log, self.pending, self.given, self.time, self.n_moves = seen, log, pending, given, time, 0
         # What v adds to each leaf of z in a time: a step ends with the move with which the next one begins.
         self._moves_of_z: tuple[float, list[Tensor]] | None = None
         self._factors: Factors | None = None
@@ -169,8 +172,20 @@ class FixedPoint(RewindableState):
         return FixedPoint(quantised(z, self.kz, self.words), (), self.kz, self.kv, self.reals)
 
     def with_slope(self, v: Tensors) -> FixedPoint:
-        kv = self.kv or exponents_of(v, self.words)
+        kv = self.kv or self._exponents_of_slope(v)
         return FixedPoint(self.z, quantised(v, kv, self.words), self.kz, kv, self.reals, given=v)
+
+    def _exponents_of_slope(self, v: Tensors) -> tuple[Exponent, ...]:
+        """Exponents for the first v. What is zero has the scale on which it would move z. One host read."""
+        found: list[Exponent] = [*exponents_of(v, self.words)]
+        for i, kz in enumerate(self.kz):
+            finest, word = FINEST[self.reals[i]], self.z[i].dtype
+            if isinstance(kz, Tensor):
+                point = self.factors.point[i].times_(self.z[i].type(self.reals[i])).abs_()
+                found[i] = exponents_of_elements(v[i], point / self.time, word, finest)
+            elif found[i] == finest:
+                found[i] = min(finest, kz + math.frexp(self.time)[1])
+        return tuple(found)
 
     @property
     def words(self) -> list[torch.dtype]:
@@ -572,18 +587,17 @@ def _exponent_for(size: float, word: torch.dtype, real: torch.dtype) -> int:
 
 @dataclass(frozen=True, eq=False)
 class FixedPointArithmetic:
-    """How a solve on integers begins. wide: int64 for float32 leaves, too. time: for which v moves z before the numbers
-    are looked at again. kz, kv: exponents; empty: they are chosen for y0 and for f(t0, y0)."""
+    """How a solve on integers begins. time: of PERIOD steps. wide: int64 for float32 leaves, too. kz: exponents of z;
+    empty: they are chosen for y0."""
 
     time: float
     wide: bool = False
     kz: tuple[Exponent, ...] = ()
-    kv: tuple[Exponent, ...] = ()
 
     def of(self, z: Tensors) -> FixedPoint:
         words = [torch.int64 if self.wide else WORDS[x.dtype] for x in z]
         kz = self.kz or exponents_of(z, words)
-        return FixedPoint(quantised(z, kz, words), (), kz, self.kv, tuple(x.dtype for x in z))
+        return FixedPoint(quantised(z, kz, words), (), kz, (), tuple(x.dtype for x in z), time=self.time)
 
     def suited(self, z: Tensors, first: FixedPoint) -> FixedPointArithmetic | None:
         """An arithmetic with which to begin again, if the first state mixes scales or has leaves of zeros that move.
@@ -594,24 +608,19 @@ class FixedPointArithmetic:
         widest = max(first.reals, key=lambda dtype: dtype.itemsize)
         parts = [signs_of(first.z[i], first.v[i], joint, None, first._spare(i)) for i, joint in enumerate(joints)]
         signs = signs_from(torch.cat([part.to(widest) for part in parts]).tolist(), len(z))
-        mixed = first.mixed(signs)
-        blank = [i for i, found in enumerate(signs) if (found.z == 0 or found.v == 0) and found.far > 0]
-        if not mixed and not blank:
-            return None
-        kz, kv = list(first.kz), list(first.kv)
-        for i in {*mixed, *blank}:
+        kz, mixed = list(first.kz), first.mixed(signs)
+        for i, found in enumerate(signs):
             word, real = first.z[i].dtype, first.reals[i]
             if i in mixed:
-                y, finest = first.given[i], FINEST[real]
-                kz[i] = _exponents_of_elements(z[i], joints[i].far, word, finest)
-                kv[i] = _exponents_of_elements(y, joints[i].far / self.time, word, finest)
-                continue
-            kz[i] = kz[i] if signs[i].z else _exponent_for(signs[i].far, word, real)
-            kv[i] = kv[i] if signs[i].v else _exponent_for(signs[i].far / self.time, word, real)
-        return FixedPointArithmetic(self.time, self.wide, tuple(kz), tuple(kv))
+                kz[i] = exponents_of_elements(z[i], joints[i].far, word, FINEST[real])
+            elif found.z == 0 and found.far > 0:
+                kz[i] = _exponent_for(found.far, word, real)
+        if not mixed and kz == list(first.kz):
+            return None
+        return FixedPointArithmetic(self.time, self.wide, tuple(kz))
 
 
-def _exponents_of_elements(x: Tensor, joint: Tensor, word: torch.dtype, finest: int) -> Tensor:
-    """By the elements themselves; zeros by what they will be."""
-    sizes = torch.where(x == 0, joint, x)
+def exponents_of_elements(x: Tensor, others: Tensor, word: torch.dtype, finest: int) -> Tensor:
+    """Exponents for the elements themselves; for zeros by what they will be."""
+    sizes = torch.where(x == 0, others, x)
     return (BITS[word] - exponent(sizes)).clamp(max=finest).to(torch.int16)

@@ -104,6 +104,7 @@ class Loop(ABC):
         self.job, self.t = job, job.times[0]
         self.f, self.solver, self.tape, self.outputs = job.f, job.solver, job.tape, job.outputs
         self.side_effects = job.side_effects
+        self.is_adaptive = False
         self.alternated_at_the_end = False  # f - v of a short solve, when it was too late for a refresh
 
     def run(self, z0: Tensors, arithmetic: Any) -> Integration:
@@ -134,6 +135,7 @@ class Loop(ABC):
         self.tape.events.append(Start(t))
         start = SolveStart(self.f, job.solver, t, times[-1], self.state, self.carry, job.through_search)
         self.control = job.controller.begin(start)
+        self.is_adaptive = isinstance(self.control, AdaptiveControllerState)
         n_steps = job.controller.n_steps([number(x) for x in times])
         self.refresher = Refresher(job.solver, self.is_adaptive, self.control.controlled, n_steps)
         self.side_effects.restore(mark)
@@ -142,10 +144,6 @@ class Loop(ABC):
         self.outputs.record(0, t, z0)
         if job.locate:
             _raise_if_non_finite(self.state, f"in y0 or in f at the start, t = {number(t):.6g}")
-
-    @property
-    def is_adaptive(self) -> bool:
-        return isinstance(self.control, AdaptiveControllerState)
 
     def next_time(self) -> Time:
         return self.control.next_time(self.t, self.job.times[self.outputs.stop])
@@ -171,7 +169,8 @@ class Loop(ABC):
     def commit(self, t1: Time, attempt: Attempt, residuals: Residuals) -> AcceptedStep:
         """Go on from the end of an accepted attempt."""
         t, before = self.t, self.state
-        self.tape.step(t, t1, *self.outputs.ends(t1), before)
+        k0, k1 = self.outputs.ends(t1)
+        self.tape.step(t, t1, k0, k1, before)
         if self.job.locate:
             _raise_if_non_finite(attempt.state, at(t, t1))
         self.state, self.carry, self.t = attempt.state, attempt.carry, t1

@@ -50,6 +50,9 @@ class Verdict(NamedTuple):
     signs: Sequence[Signs] | None = None  # of all leaves, if the range was read
 
 
+ACCEPTED = Verdict()
+
+
 class FixedPointLoop(Loop):
     """The forward loop on integers."""
 
@@ -62,7 +65,7 @@ class FixedPointLoop(Loop):
         self.unread: list[Seen] = []  # of the steps since the last reading
         self.n_reflects = PERIOD  # since the last look at the mixture of scales: the first reading is one
         self.sizes_of_v: list[float] = []  # upper limits of its integers at the last reading
-        self.time = 0.0  # of so many steps like the last one
+        self.time = 1.0  # of PERIOD steps like the last one
         self.started: list[Seen] = []  # of the attempt at hand
 
     def first_state(self, z0: Tensors, arithmetic: Any) -> tuple[State, Tensors | None]:
@@ -81,7 +84,6 @@ class FixedPointLoop(Loop):
 
     def advance(self) -> None:
         t1, plan = self.next_time(), self.refresher.plan()
-        self.time = PERIOD * abs(number(t1 - self.t))
         is_careful = self.n_careful > 0
         try:
             state = self.state.careful() if is_careful else self.state.seen_by(self.started)
@@ -123,10 +125,11 @@ class FixedPointLoop(Loop):
         if self.unread:
             self.unread[-1].forget_u()
         self.unread.append(attempt.state.seen)
-        self.n_reflects += len(attempt.state.seen.u) // max(1, 2 * len(attempt.state.z))
+        self.n_reflects += attempt.state.n_moves // 2
         is_due = is_careful or len(self.unread) >= PERIOD or t1 is self.job.times[-1] or plan.refreshes
         if not (self.is_adaptive or plan.decides or is_due):
-            return Verdict()
+            return ACCEPTED
+        self.time = PERIOD * abs(number(t1 - self.t))
         measured = self.measure(t1, attempt, residuals, plan)
         first = [] if measured.ratio is None else [measured.ratio]
         last = [] if measured.alternation is None else [measured.alternation]
@@ -169,14 +172,14 @@ class FixedPointLoop(Loop):
             return None
         n, n_ends = len(state.z), sum(len(step.u) for step in self.unread)
         ends = values[2 * n_ends + sum(len(step.moves) for step in self.unread) :]
+        left_z, left_v = magnitudes(ends[: 2 * n], n), magnitudes(values[2 * n_ends - 2 * n : 2 * n_ends], n)
         if not looks:
-            left_z, left_v = magnitudes(ends, n), magnitudes(values[2 * n_ends - 2 * n : 2 * n_ends], n)
             # Without a look nothing becomes finer.
             return [
                 Signs(a, b, math.inf, math.inf, math.inf, 0.0, math.inf) for a, b in zip(left_z, left_v, strict=True)
             ]
-        signs = signs_from(ends[2 * n :], n)
-        mixed = state.mixed(signs)
+        signs = signs_from(ends[2 * n :], left_z, left_v)
+        mixed = state.mixed(signs, self.time)
         if mixed and not is_careful:
             self._take_back(mixed)
             return None
@@ -211,11 +214,11 @@ class FixedPointLoop(Loop):
 
     def _accept(self, t1: Time, attempt: Attempt, residuals: Residuals, plan: RefreshPlan, verdict: Verdict) -> None:
         step = self.commit(t1, attempt, residuals)
-        for change, lost in self.state.inner_shifts():
-            self._put_on_tape(change, lost)
         is_same = True
         if verdict.signs is not None:
-            is_same = not self._adjust(verdict.signs, self.state.mixed(verdict.signs))
+            for change, lost in self.state.inner_shifts():
+                self._put_on_tape(change, lost)
+            is_same = not self._adjust(verdict.signs, self.state.mixed(verdict.signs, self.time))
             self.unread, self.n_careful = [], max(0, self.n_careful - 1)
             self._limit_v()
             self.state = self.state if self.state.log is None else self.state.settled()
@@ -252,7 +255,11 @@ class FixedPointLoop(Loop):
         return True
 
     def _signs_now(self) -> list[Signs]:
-        return signs_from(read(self._signs(self.state, True)), len(self.state.z))
+        state, n = self.state, len(self.state.z)
+        widest = max(state.reals, key=lambda dtype: dtype.itemsize)
+        ends = stacked([end for x in (*state.z, *state.v) for end in extremes(x)], widest)
+        values = read([ends, *self._signs(state, True)])
+        return signs_from(values[4 * n :], magnitudes(values[: 2 * n], n), magnitudes(values[2 * n : 4 * n], n))
 
     def _put_on_tape(self, change: Shift, lost: Snapshot) -> None:
         self.tape.events.append(Rescale(change, self.tape.keep(lost) if self.tape.rewinds else None))

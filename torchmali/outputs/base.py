@@ -22,6 +22,8 @@ from torchmali.tape import Output
 class AcceptedStep:
     """A step that was accepted, from `before` at t0 to `end` at t1."""
 
+    __slots__ = ("attempt", "before", "carry", "end", "f", "solver", "t0", "t1")
+
     def __init__(self, f: Slope, solver: Solver, t0: Time, t1: Time, before: State, attempt: Attempt, end: State):
         self.f, self.solver, self.t0, self.t1 = f, solver, t0, t1
         self.before, self.attempt, self.end = before, attempt, end
@@ -61,6 +63,7 @@ class Outputs(ABC):
     times: Sequence[Time] = ()
     stops: bool = True  # steps end on every output time; else on the last one, and others are interpolated
     waiting: int = 1  # the first output that has not been recorded
+    stop: int = 1  # the output on which steps end next
     is_traced: bool = False  # y has a graph that the results must not lose (Naive)
 
     @abstractmethod
@@ -110,12 +113,8 @@ class Outputs(ABC):
 
     def begin(self, times: Sequence[Time], stops: bool, is_traced: bool) -> None:
         """Begin a solve. stops: whether steps end on every output time. is_traced: whether autograd follows it."""
-        self.times, self.stops, self.waiting, self.is_traced = times, stops, 1, is_traced
-
-    @property
-    def stop(self) -> int:
-        """The output on which steps end next."""
-        return self.waiting if self.stops else len(self.times) - 1
+        self.times, self.stops, self.is_traced = times, stops, is_traced
+        self.waiting, self.stop = 1, 1 if stops else len(times) - 1
 
     def ends(self, t1: Time) -> tuple[int, int]:
         """The output times with which the ends of a step to t1 move (see tape.Step)."""
@@ -124,13 +123,12 @@ class Outputs(ABC):
 
     def accept(self, step: AcceptedStep) -> list[Output]:
         """Record the outputs inside the step and at its end; return them for the tape."""
-        stop, found = self.stop, []
-        if not self.stops:
-            found = self._inside(stop, step)
+        stop = self.stop
+        found = [] if self.stops else self._inside(stop, step)
         if step.t1 is self.times[stop]:
             found.append(Output(stop, None))
             self.record(stop, self.times[stop], step.end.point)
-            self.waiting = stop + 1
+            self.waiting = self.stop = stop + 1
         return found
 
     def _inside(self, stop: int, step: AcceptedStep) -> list[Output]:
@@ -148,10 +146,10 @@ class Outputs(ABC):
 
     def mark(self) -> Any:
         """How far the outputs have come, for `restore`."""
-        return self.waiting, self.contents()
+        return self.waiting, self.stop, self.contents()
 
     def restore(self, mark: Any) -> None:
-        self.waiting, contents = mark
+        self.waiting, self.stop, contents = mark
         self.restore_contents(contents)
 
 

@@ -187,7 +187,7 @@ class Leapfrog(AugmentedSolver):
     ) -> Attempt:
         """`step`, which appends f - v of some reflects to `residuals`."""
         h, eta, (first, rest, observed) = t1 - t0, self.eta, self.scheme
-        v_in = state.slope
+        v_in = state.slope if adaptive else ()
         state = state.fork().drift(first * h)
         for j, (node, c) in enumerate(rest):
             u = f(t0 + node * h, state.point)

@@ -49,9 +49,10 @@ SLACK = 1  # bits by which the largest element may exceed BITS before it gets a 
 FINER = 2  # bits that the largest element may lack before it gets a finer grid
 # A leaf mixes scales if all elements of a slice lack so many bits of a float's mantissa,
 LACKING = 3
-# or if more than a share of its elements lack so many, or a single one: few elements are often small by chance.
-LACKING_SHARE, SHARE, LACKING_ONE = 6, 1 / 64, 10
-N_SIGNS = 7
+# or if more than a share of its elements lack so many, or a single one of n elements 7 + log2(n) / 2: z and v of one
+# element are both small by chance beside those of many others, the more likely the more there are.
+LACKING_SHARE, SHARE, LACKING_ONE = 6, 1 / 64, 7
+N_SIGNS = 5
 PERIOD = 8  # steps between two readings of the range; reflects between two looks at the mixture of scales
 
 
@@ -79,11 +80,14 @@ class Seen:
         for move in moves:
             self.moves += extremes(move)
 
-    def reflect(self, u: Tensors, q: Sequence[Tensor], v: Sequence[Tensor]) -> None:
-        for x, y in zip(q, v, strict=True):
+    def reflect(self, u: Tensors, q: Sequence[Tensor]) -> None:
+        for x in q:
             self.u += extremes(x)
-            self.v += extremes(y)
         self.last_u = u
+
+    def reflected(self, v: Sequence[Tensor]) -> None:
+        for x in v:
+            self.v += extremes(x)
 
     def forget_u(self) -> None:
         self.last_u = ()
@@ -94,29 +98,15 @@ class Signs(NamedTuple):
 
     z: float  # the largest integer of z
     v: float  # and of v
-    far: float  # the largest of Joint.far
-    near: float  # the largest of Joint.near
-    near_slice: float  # the largest of it in the slice where that is smallest; zeros do not count
-    n_lacking: float  # the number of elements that are small beside the largest
-    smallest: float  # the smallest of Joint.near; for a leaf with exponents of elements, of Joint.far on its grid
+    point: float  # the largest |z|, in floats
+    slope: float  # the largest |v| or |u|
+    near_slice: float  # the largest `near` of the slice where that is smallest; zeros do not count
+    n_lacking: float  # the number of elements that are small beside others
+    smallest: float  # the smallest beside others; for a leaf with exponents of elements, the smallest `far` on its grid
 
-
-class Joint(NamedTuple):
-    """|z|, and what v adds to it in a time, together: an element that passes through zero is not small."""
-
-    point: Tensor
-    slope: Tensor
-    time: float  # of PERIOD steps
-
-    @property
-    def far(self) -> Tensor:
-        """With what v adds before the next look."""
-        return torch.maximum(self.point, self.slope * self.time)
-
-    @property
-    def near(self) -> Tensor:
-        """With what v adds in a step."""
-        return torch.maximum(self.point, self.slope * (self.time / PERIOD))
+    def far(self, time: float) -> float:
+        """The larger of |z| and of what v adds to it in a time: what passes through zero is not small."""
+        return max(self.point, self.slope * time)
 
 
 class FixedPoint(RewindableState):
@@ -181,7 +171,7 @@ class FixedPoint(RewindableState):
         for i, kz in enumerate(self.kz):
             finest, word = FINEST[self.reals[i]], self.z[i].dtype
             if isinstance(kz, Tensor):
-                point = self.factors.point[i].times_(self.z[i].type(self.reals[i])).abs_()
+                point = self.factors.point[i].times(self.z[i]).abs_()
                 found[i] = exponents_of_elements(v[i], point / self.time, word, finest)
             elif found[i] == finest:
                 found[i] = min(finest, kz + math.frexp(self.time)[1])
@@ -198,13 +188,11 @@ class FixedPoint(RewindableState):
 
     @property
     def point(self) -> Tensors:
-        leaves = zip(self.z, self.factors.point, self.reals, strict=True)
-        return tuple([factor.times_(x.type(real)) for x, factor, real in leaves])
+        return tuple([factor.times(x) for x, factor in zip(self.z, self.factors.point, strict=True)])
 
     @property
     def slope(self) -> Tensors:
-        leaves = zip(self.v, self.factors.slope, self.reals, strict=False)
-        return tuple([factor.times_(x.type(real)) for x, factor, real in leaves])
+        return tuple([factor.times(x) for x, factor in zip(self.v, self.factors.slope, strict=False)])
 
     def fork(self) -> FixedPoint:
         log, seen = None if self.log is None else [], Seen()
@@ -236,17 +224,19 @@ class FixedPoint(RewindableState):
         else:
             self.z = tuple([z.sub(move) for z, move in zip(self.z, moves, strict=True)])
         if self.seen is not None:
-            self.seen.drift(e, [move for move, k in zip(moves, self.kz, strict=True) if isinstance(k, Tensor)])
+            each = self.factors.each  # leaves with exponents of elements
+            self.seen.drift(e, [moves[i] for i in each] if each else ())
         self._moved()
         return self
 
     def _moves(self, time: float) -> list[Tensor]:
         """What v adds to each leaf of z in a time."""
+        factors = self.factors
+        if factors.are_single:
+            time = single(time)  # times of steps differ in their last bits: the same move for all of them
         if self._moves_of_z is None or self._moves_of_z[0] != time:
-            factors = self.factors.of_drift(time)
-            leaves = zip(self.z, self.v, factors, self.reals, strict=True)
-            moves = [f.times_(v.type(real)).round_().type(z.dtype) for z, v, f, real in leaves]
-            self._moves_of_z = time, moves
+            pairs = zip(self.v, factors.of_drift(time), strict=True)
+            self._moves_of_z = time, [factor.times(v).round_().type(v.dtype) for v, factor in pairs]
         return self._moves_of_z[1]
 
     def reflect(self, u: Tensors, eta: float) -> FixedPoint:
@@ -254,10 +244,11 @@ class FixedPoint(RewindableState):
         if self.log is not None:
             self._make_room(None, [self._need_of_reflect(i, x) for i, x in enumerate(u)])
         q = [factor.times(x) for x, factor in zip(u, self.factors.reflect, strict=True)]
-        rounded = [x.round() if self.seen is not None else x.round_() for x in q]
-        self.v = tuple([x.type(v.dtype).sub_(v) for x, v in zip(rounded, self.v, strict=True)])
         if self.seen is not None:
-            self.seen.reflect(u, q, self.v)
+            self.seen.reflect(u, q)
+        self.v = tuple([x.round_().type(v.dtype).sub_(v) for x, v in zip(q, self.v, strict=True)])
+        if self.seen is not None:
+            self.seen.reflected(self.v)
         self._moves_of_z = None
         self._moved()
         return self
@@ -265,6 +256,8 @@ class FixedPoint(RewindableState):
     def _moved(self) -> None:
         """Count a move, and undo the shifts that came before it when it was made."""
         self.n_moves += 1
+        if not self.pending:
+            return
         while self.pending and self.pending[0][0].from_end == self.n_moves:
             (change, lost), *rest = self.pending
             self._become(self.unscaled(change._replace(from_end=0), lost))
@@ -279,7 +272,7 @@ class FixedPoint(RewindableState):
     def _need_of_drift(self, i: int, e: float) -> Tensor:
         """Bits by which each element of leaf i of z has to become coarser for z + e v to be no larger than BITS."""
         real = self.reals[i]
-        move = self.factors.of_drift(abs(e))[i].times_(self.v[i].type(real))
+        move = self.factors.of_drift(abs(e))[i].times(self.v[i])
         total = self.z[i].type(real) + (move if e >= 0 else -move)
         # If that is too large for a float, by its exponent alone.
         apart: Any = self.kz[i] - self.kv[i]
@@ -342,20 +335,19 @@ class FixedPoint(RewindableState):
     # Exponents that suit the numbers.
 
     def signs(self, i: int, time: float) -> Tensor:
-        """The numbers of `Signs` for leaf i. time: for which v and u move z before the next look."""
+        """The numbers of `Signs` for leaf i but the first two. time: for which v moves z before the next look."""
         point, slope = self.sizes(i)
-        return signs_of(self.z[i], self.v[i], Joint(point, slope, time), self.grid(i, time), self._spare(i))
+        return signs_of(point, slope, time, self.grid(i, time), self._spare(i))
 
     def sizes(self, i: int) -> tuple[Tensor, Tensor]:
         """|z|, and the larger of |v| and |u| of the last reflect: of each element of leaf i, in floats.
 
         u is not rounded: an element may be zero on the grid, and move.
         """
-        real = self.reals[i]
-        slope = self.factors.slope[i].times_(self.v[i].type(real)).abs_()
+        slope = self.factors.slope[i].times(self.v[i]).abs_()
         if self.seen is not None and self.seen.last_u:
             slope = torch.maximum(slope, self.seen.last_u[i].abs())
-        return self.factors.point[i].times_(self.z[i].type(real)).abs_(), slope
+        return self.factors.point[i].times(self.z[i]).abs_(), slope
 
     def grid(self, i: int, time: float) -> Tensor | None:
         """The exponent of the coarser of both grids of each element, for J; None: there is one for the leaf."""
@@ -364,10 +356,10 @@ class FixedPoint(RewindableState):
             return None
         return torch.minimum(kz.int(), kv.int() - math.frexp(time)[1])
 
-    def mixed(self, signs: Sequence[Signs]) -> list[int]:
+    def mixed(self, signs: Sequence[Signs], time: float) -> list[int]:
         """Leaves that mix scales and have one exponent."""
-        has_one = [isinstance(k, int) and z.numel() > 1 for k, z in zip(self.kz, self.z, strict=True)]
-        return [i for i in range(len(signs)) if has_one[i] and is_mixed(signs[i], self._spare(i), self.z[i].numel())]
+        sizes = [z.numel() if isinstance(k, int) else 0 for k, z in zip(self.kz, self.z, strict=True)]
+        return [i for i, n in enumerate(sizes) if n > 1 and is_mixed(signs[i], time, self._spare(i), n)]
 
     def adjustment(self, signs: Sequence[Signs], time: float, fresh: Sequence[int] = ()) -> Bits | None:
         """Bits by which leaves should become coarser (negative: finer); None: they may stay.
@@ -380,13 +372,14 @@ class FixedPoint(RewindableState):
         for i, found in enumerate(signs):
             kz, kv = self.kz[i], self.kv[i]
             if isinstance(kz, int) and isinstance(kv, int) and i not in fresh:
-                of_z.append(self._bits_of_leaf(i, found.z, found.far, kz))
-                of_v.append(self._bits_of_leaf(i, found.v, found.far / time, kv))
+                of_z.append(self._bits_of_leaf(i, found.z, found.far(time), kz))
+                of_v.append(self._bits_of_leaf(i, found.v, found.far(time) / time, kv))
                 changes = changes or of_z[-1] != 0 or of_v[-1] != 0
             elif i in fresh or self._is_unsuited(i, found):
-                joint = Joint(*self.sizes(i), time).far
-                of_z.append(self._bits_of_elements(i, self.z[i], joint, kz))
-                of_v.append(self._bits_of_elements(i, self.v[i], joint / time, kv))
+                point, slope = self.sizes(i)
+                far = torch.maximum(point, slope * time)
+                of_z.append(self._bits_of_elements(i, self.z[i], far, kz))
+                of_v.append(self._bits_of_elements(i, self.v[i], far / time, kv))
                 changes = True
             else:
                 of_z.append(torch.zeros_like(self.z[i], dtype=torch.int16))
@@ -505,6 +498,8 @@ class Factors:
         self.point = [Factor(x, real, 1.0, -k) for (x, real), k in zip(kinds, state.kz, strict=True)]
         self.slope = [Factor(x, real, 1.0, -k) for (x, real), k in zip(kinds, state.kv, strict=False)]
         self.reflect = [Factor(x, real, 1.0, k + 1) for (x, real), k in zip(kinds, state.kv, strict=False)]
+        self.are_single = torch.float64 not in state.reals
+        self.each = [i for i, k in enumerate(state.kz) if isinstance(k, Tensor)]
         self.apart = [(x, real, kz - kv) for (x, real), kz, kv in zip(kinds, state.kz, state.kv, strict=False)]
         self.drifts: tuple[float, list[Factor]] = -1.0, []
 
@@ -528,40 +523,41 @@ def _excess(size: float, word: torch.dtype) -> int:
     return math.frexp(size)[1] - BITS[word]
 
 
-def signs_of(z: Tensor, v: Tensor, joint: Joint, grid: Tensor | None, spare: int) -> Tensor:
-    """The numbers of `Signs`."""
-    far = joint.far
-    real = far.dtype
-    if not far.numel():
-        return far.new_zeros(N_SIGNS)
-    of_z, of_v = (x.type(real).abs_().amax() for x in (z, v))
+def signs_of(point: Tensor, slope: Tensor, time: float, grid: Tensor | None, spare: int) -> Tensor:
+    """The numbers of `Signs` but the first two, from |z| and |v| of each element. grid: see `FixedPoint.grid`."""
+    if not point.numel():
+        return point.new_zeros(N_SIGNS)
+    of_point, of_slope = point.amax(), slope.amax()
     if grid is not None:
-        on_grid = Factor(far, real, 1.0, grid).times(far)
-        smallest, largest = torch.where(on_grid > 0, on_grid, math.inf).amin(), far.amax()
-        return torch.stack([of_z, of_v, largest, largest, largest, torch.zeros_like(largest), smallest])
-    near = joint.near
-    largest = near.amax()
+        far = torch.maximum(point, slope * time)
+        on_grid = Factor(far, far.dtype, 1.0, grid).times(far)
+        smallest = torch.where(on_grid > 0, on_grid, math.inf).amin()
+        return torch.stack([of_point, of_slope, of_point, torch.zeros_like(of_point), smallest])
+    # With what v adds in one step: a slice that passes through zero is not small.
+    near = torch.maximum(point, slope * (time / PERIOD))
     slices = [near.amax([k for k in range(near.ndim) if k != d]) for d, n in enumerate(near.shape) if n > 1]
-    slices = [near] if near.ndim == 1 else slices or [largest[None]]
+    slices = [near] if near.ndim == 1 else slices or [near.reshape(1)]
     of_slices = torch.cat(slices) if len(slices) > 1 else slices[0]
-    smallest_slice = torch.where(of_slices > 0, of_slices, largest).amin()
-    lacks = (near < 2.0 ** -(spare + LACKING_SHARE) * largest).logical_and_(near > 0)
-    smallest = torch.where(near > 0, near, largest).amin()
-    return torch.stack([of_z, of_v, far.amax(), largest, smallest_slice, lacks.sum().to(real), smallest])
+    smallest_slice = torch.where(of_slices > 0, of_slices, math.inf).amin()
+    # Each beside the largest of its kind: a single element with a small z and a large v only passes through zero.
+    relative = torch.maximum(point / of_point, slope / of_slope)
+    relative = torch.where(relative > 0, relative, 1.0)  # nan, too, where all are zero
+    n_lacking = (relative < 2.0 ** -(spare + LACKING_SHARE)).sum().to(point.dtype)
+    return torch.stack([of_point, of_slope, smallest_slice, n_lacking, relative.amin()])
 
 
-def is_mixed(signs: Signs, spare: int, n: int) -> bool:
+def is_mixed(signs: Signs, time: float, spare: int, n: int) -> bool:
     """Whether a leaf of n elements with one exponent mixes scales."""
     return (
-        signs.near_slice < 2.0 ** -(spare + LACKING) * signs.near
+        signs.near_slice < 2.0 ** -(spare + LACKING) * signs.far(time / PERIOD)
         or signs.n_lacking > SHARE * n
-        or signs.smallest < 2.0 ** -(spare + LACKING_ONE) * signs.near
+        or signs.smallest < 2.0 ** -(spare + LACKING_ONE) / math.sqrt(n)
     )
 
 
-def signs_from(values: Sequence[float], n: int) -> list[Signs]:
-    """`Signs` of n leaves, from the values that were read."""
-    return [Signs(*values[N_SIGNS * i : N_SIGNS * (i + 1)]) for i in range(n)]
+def signs_from(values: Sequence[float], z: Sequence[float], v: Sequence[float]) -> list[Signs]:
+    """`Signs` of all leaves, from the values that were read and the largest integers of z and v."""
+    return [Signs(a, b, *values[N_SIGNS * i : N_SIGNS * (i + 1)]) for i, (a, b) in enumerate(zip(z, v, strict=True))]
 
 
 def quantised(x: Sequence[Tensor], exponents: Sequence[Exponent], words: Sequence[torch.dtype]) -> Tensors:
@@ -604,17 +600,17 @@ class FixedPointArithmetic:
 
         Of the floats: what is too small for the grid is zero on it. One host read.
         """
-        joints = [Joint(x.abs(), y.abs(), self.time) for x, y in zip(z, first.given, strict=True)]
-        widest = max(first.reals, key=lambda dtype: dtype.itemsize)
-        parts = [signs_of(first.z[i], first.v[i], joint, None, first._spare(i)) for i, joint in enumerate(joints)]
-        signs = signs_from(torch.cat([part.to(widest) for part in parts]).tolist(), len(z))
-        kz, mixed = list(first.kz), first.mixed(signs)
+        widest, n = max(first.reals, key=lambda dtype: dtype.itemsize), len(z)
+        sizes = [(x.abs(), y.abs()) for x, y in zip(z, first.given, strict=True)]
+        parts = [signs_of(*pair, self.time, None, first._spare(i)).to(widest) for i, pair in enumerate(sizes)]
+        signs = signs_from(torch.cat(parts).tolist(), [0.0] * n, [0.0] * n)
+        kz, mixed = list(first.kz), first.mixed(signs, self.time)
         for i, found in enumerate(signs):
-            word, real = first.z[i].dtype, first.reals[i]
+            (point, slope), word, real = sizes[i], first.z[i].dtype, first.reals[i]
             if i in mixed:
-                kz[i] = exponents_of_elements(z[i], joints[i].far, word, FINEST[real])
-            elif found.z == 0 and found.far > 0:
-                kz[i] = _exponent_for(found.far, word, real)
+                kz[i] = exponents_of_elements(z[i], torch.maximum(point, slope * self.time), word, FINEST[real])
+            elif found.point == 0 and found.slope > 0:
+                kz[i] = _exponent_for(found.far(self.time), word, real)
         if not mixed and kz == list(first.kz):
             return None
         return FixedPointArithmetic(self.time, self.wide, tuple(kz))

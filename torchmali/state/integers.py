@@ -55,11 +55,8 @@ class Factor:
             self.second = like.new_full((), e * 2.0 ** (k - k // 2), dtype=dtype)
 
     def times(self, x: Tensor) -> Tensor:
+        """The product, of floats or integers: floats."""
         product = x.mul(self.first)
-        return product if self.second is None else product.mul_(self.second)
-
-    def times_(self, x: Tensor) -> Tensor:
-        product = x.mul_(self.first)
         return product if self.second is None else product.mul_(self.second)
 
 

@@ -212,8 +212,6 @@ def _refused(spec: Spec, error: tm.SolverError) -> Outcome:
     is_huge = any(not bool(y.isfinite().all()) or y.abs().max() > 1e8 * spec.scale for y in truth.y if y.numel())
     if is_huge and name in SHARED:
         return Outcome("refused", f"{name} where y grows without bound", text)
-    if spec.is_exact and spec.dtype != "float32" and "outgrow the integer grid" in text:
-        return Outcome("refused", f"{name}, float64 on integers within one step", text)  # docs/limits.md
     return Outcome("failed", f"refused alone: {name}", text)
 
 

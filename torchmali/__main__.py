@@ -60,25 +60,33 @@ def load(text: str) -> dict[str, Any]:
     place, _, name = text.rpartition(":")
     if not (place and name):
         raise InvalidOptionError(f"{text!r} names no function: write MODULE:FUNCTION or path/to/file.py:FUNCTION.")
+    names = _names_in(place, name)
+    own = [key for key, x in names.items() if callable(x) and getattr(x, "__module__", None) == names["__name__"]]
+    if not callable(names.get(name)):
+        raise InvalidOptionError(f"{place} has no function {name!r}; it has {', '.join(own) or 'none'}.")
+    return _arguments(text, names[name]())
+
+
+def _names_in(place: str, name: str) -> dict[str, Any]:
+    """What a file or a module defines."""
     if place.endswith(".py"):
         if not Path(place).is_file():
             raise InvalidOptionError(f"There is no file {place}.")
         sys.path.insert(0, str(Path(place).parent))  # as for a script: its neighbours can be imported
-        names = runpy.run_path(place)
-    else:
-        try:
-            names = vars(importlib.import_module(place))
-        except ModuleNotFoundError as error:
-            is_another = not f"{place}.".startswith(f"{error.name}.")  # which the module itself wants to import
-            if is_another:
-                raise
-            raise InvalidOptionError(
-                f"There is no module {place!r} here. For a file, write path/to/file.py:{name}."
-            ) from None
-    own = [key for key, x in names.items() if callable(x) and getattr(x, "__module__", None) == names["__name__"]]
-    if not callable(names.get(name)):
-        raise InvalidOptionError(f"{place} has no function {name!r}; it has {', '.join(own) or 'none'}.")
-    problem = names[name]()
+        return runpy.run_path(place)
+    try:
+        return vars(importlib.import_module(place))
+    except ModuleNotFoundError as error:
+        is_another = not f"{place}.".startswith(f"{error.name}.")  # which the module itself wants to import
+        if is_another:
+            raise
+        raise InvalidOptionError(
+            f"There is no module {place!r} here. For a file, write path/to/file.py:{name}."
+        ) from None
+
+
+def _arguments(text: str, problem: Any) -> dict[str, Any]:
+    """What the function returned, as arguments of audit."""
     known = list(inspect.signature(audit).parameters)
     if isinstance(problem, tuple):
         if len(problem) not in (2, 3, 4):

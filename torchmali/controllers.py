@@ -189,8 +189,8 @@ class AdaptiveStep(StepController):
     def __post_init__(self):
         me = "AdaptiveStep"
         for name, tol in (("rtol", self.rtol), ("atol", self.atol)):
-            fits = all(isinstance(x, (int, float)) and x >= 0 for x in Structure.of(tol).flatten(tol))
-            if not fits:
+            are_numbers = all(isinstance(x, (int, float)) and x >= 0 for x in Structure.of(tol).flatten(tol))
+            if not are_numbers:
                 raise InvalidOptionError(f"{me}({name}={tol!r}): tolerances must be numbers, and not negative.")
         if self.rtol == 0 and self.atol == 0:
             raise InvalidOptionError(f"{me}(rtol=0, atol=0): no step is ever accurate enough; give one.")

@@ -63,7 +63,8 @@ def odeint(
     chosen = _named(gradient, GRADIENTS, GradientMethod, "gradient method", Naive())
     options = dict(options or {})
     tight = "step_size" not in options and min(Structure.of(rtol).flatten(rtol)) <= 1e-3
-    default = ALF(order=4 if tight else 2) if isinstance(chosen, MALI) else rk.Dopri5()
+    leapfrog = ALF(order=4) if tight else ALF()
+    default = leapfrog if isinstance(chosen, MALI) else rk.Dopri5()
     solver = _named(method, SOLVERS, Solver, "method", default)
     norm = options.get("norm")
     if norm is not None and isinstance(y0, Tensor):

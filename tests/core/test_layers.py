@@ -1,6 +1,7 @@
 """Imports of torchmali go in one direction."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -134,3 +135,45 @@ def test_the_core_neither_prints_nor_reads_options_from_globals(path: Path):
         assert not isinstance(node, ast.Global)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
             assert node.func.id != "print"
+
+
+OLD_WORDS = set(
+    "outlet surroundings watch watched way walk pace memento fit fits fitted refit misfit lands lifts".split()
+)
+OLD_WORDS |= {"unsteady", "house", "room", "rooms"}
+LONGEST = 60  # lines of a function, without its docstring
+
+
+def words_of(name: str) -> set[str]:
+    return set(re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower().split("_"))
+
+
+def names_in(tree: ast.AST) -> set[str]:
+    """Names of functions, classes, arguments, attributes and variables."""
+    kinds = {ast.FunctionDef: "name", ast.ClassDef: "name", ast.arg: "arg", ast.Attribute: "attr", ast.Name: "id"}
+    return {getattr(node, kinds[type(node)]) for node in ast.walk(tree) if type(node) in kinds}
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=module)
+def test_names_are_textbook_words(path: Path):
+    names = {module(path), *names_in(ast.parse(path.read_text()))}
+    assert not {name for name in names if words_of(name) & OLD_WORDS or "put_away" in name}
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=module)
+def test_functions_are_short_and_conditions_flat(path: Path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef):
+            has_docstring = ast.get_docstring(node) is not None
+            first = node.body[1] if has_docstring and len(node.body) > 1 else node.body[0]
+            assert (node.end_lineno or 0) - first.lineno < LONGEST, f"{node.name} in {path.name}"
+        if isinstance(node, ast.IfExp):
+            inner = [x for x in ast.walk(node) if isinstance(x, ast.IfExp) and x is not node]
+            assert not inner, f"a conditional expression inside another: {path.name}, line {node.lineno}"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=module)
+def test_no_method_exists_only_to_say_that_it_does_not(path: Path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Raise) and node.exc is not None:
+            assert "AssertionError" not in ast.unparse(node.exc), f"{path.name}, line {node.lineno}"

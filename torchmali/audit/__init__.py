@@ -98,7 +98,8 @@ def audit(
 
 def _chosen(methods: Mapping[str, tuple] | Iterable[str] | None, func: Any) -> dict[str, Method]:
     if not isinstance(methods, Mapping):
-        names = [methods] if isinstance(methods, str) else list(METHODS if methods is None else methods)
+        methods = METHODS if methods is None else methods
+        names = [methods] if isinstance(methods, str) else list(methods)
         unknown = [name for name in names if name not in METHODS]
         own = 'Or give a dict of your own, as in methods={"mine": (ALF(), FixedStep(0.1), MALI())}.'
         if unknown:
@@ -115,8 +116,8 @@ def _chosen(methods: Mapping[str, tuple] | Iterable[str] | None, func: Any) -> d
         methods = {YOURS: own_method(module), **methods}
     for name, method in methods.items():
         kinds = Solver, (StepController, type(None)), GradientMethod
-        fits = isinstance(method, tuple) and len(method) == 3 and all(map(isinstance, method, kinds))
-        if not fits:
+        is_triple = isinstance(method, tuple) and len(method) == 3 and all(map(isinstance, method, kinds))
+        if not is_triple:
             raise InvalidOptionError(
                 f"methods[{name!r}] must be a triple (solver, controller or None, gradient); got {method!r}."
             )

@@ -84,7 +84,8 @@ class Audit:
             yield f"{listed([row.name for row in tied])} tie, they take the same time within noise, and {why}"
         if largest not in self.lean:
             band, memory = largest.time_over(best), largest.peak_bytes / best.peak_bytes
-            time = "but less time" if band.is_faster else "and more time" if band.is_slower else "and ties in time"
+            slower = "and more time" if band.is_slower else "and ties in time"
+            time = "but less time" if band.is_faster else slower
             yield f"{largest.name} takes {memory:.1f} times the memory {time}"
 
     def _no_choice(self) -> Iterator[str]:

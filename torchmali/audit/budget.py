@@ -68,7 +68,9 @@ class Progress:
                 f"progress={to!r}: give True, False, None (if stderr is a terminal) or a function of a message."
             )
         self.is_terminal = sys.stderr is not None and sys.stderr.isatty()
-        self.write = to if callable(to) else self._on_stderr if to or (to is None and self.is_terminal) else None
+        shows = to if isinstance(to, bool) else self.is_terminal
+        line = self._on_stderr if shows else None
+        self.write = to if callable(to) else line
         self.budget, self.width = budget, 0
 
     def __call__(self, message: str) -> None:

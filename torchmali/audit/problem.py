@@ -65,8 +65,8 @@ class Problem(NamedTuple):
             return 0
         loss = self.loss(y)
         got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-        fits = isinstance(loss, Tensor) and loss.numel() == 1
-        if not fits:
+        is_number = isinstance(loss, Tensor) and loss.numel() == 1
+        if not is_number:
             raise InvalidOptionError(
                 f"loss must make a tensor of one element from the solution (y, time first); it made {got}."
             )

@@ -67,8 +67,10 @@ def brief(x: float) -> str:
 
 
 def size(n: float) -> str:
-    factor, unit = (1e9, "GB") if n >= 1e9 else (1e6, "MB") if n >= 1e6 else (1e3, "kB")
-    return f"{n / factor:.1f} {unit}" if n >= 1e3 else f"{n:.0f} B"
+    for factor, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if n >= factor:
+            return f"{n / factor:.1f} {unit}"
+    return f"{n:.0f} B"
 
 
 def duration(seconds: float) -> str:

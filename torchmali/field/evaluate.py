@@ -143,7 +143,7 @@ class Field:
                 raise_for_change(self.called)
         for i, leaf in enumerate(u):
             if not isinstance(leaf, Tensor) or (leaf.shape, leaf.dtype) != self.signature[i]:
-                u = (*u[:i], self._fitted(i, leaf), *u[i + 1 :])
+                u = (*u[:i], self._as_slope(i, leaf), *u[i + 1 :])
         return u
 
     def _evaluate_with_care(self, t: Time, z: Tensors) -> Tensors:
@@ -306,7 +306,7 @@ class Field:
                 f"f must return a slope for each leaf of y, in y's structure; it returned {mismatch}."
             ) from None
 
-    def _fitted(self, i: int, leaf: Any) -> Tensor:
+    def _as_slope(self, i: int, leaf: Any) -> Tensor:
         """A leaf of f(t, y) that is not like y."""
         of = f" for leaf {i}" if len(self.signature) > 1 else ""
         if not isinstance(leaf, Tensor):

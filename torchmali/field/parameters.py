@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import types
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -39,45 +39,67 @@ class Search:
         self.seen: dict[int, Any] = {}  # keeps what it has seen alive: a freed list's id comes back
 
     def look(self, x: Any, deep: bool) -> None:
+        """Look into x. deep: x is what f reads, not a mere attribute of an object that f holds."""
         if id(x) in self.seen or isinstance(x, (int, float, str)):
             return
         self.seen[id(x)] = x
-        if isinstance(x, Tensor):
-            # A result kept in some attribute or log is not what f reads, and its graph may be gone.
-            if x.requires_grad and (deep or x.is_leaf):
-                self.found[id(x)] = x
-            elif not x.requires_grad:
-                self.loose[id(x)] = x
-        elif isinstance(x, nn.Module):
-            for module in x.modules():
-                self.modules[id(module)] = module
-                parameters = (p for p in module._parameters.values() if p is not None and p.requires_grad)
-                self.found.update((id(p), p) for p in parameters)
-            if getattr(x, "_is_replica", False):  # DataParallel's copies hold their parameters as plain attributes
-                self.look(tuple(p for m in x.modules() for p in vars(m).values() if isinstance(p, Tensor)), True)
-        elif isinstance(x, (tuple, list)):
-            for part in x:
-                self.look(part, deep and not isinstance(x, list))
-        elif isinstance(x, dict):
-            self.look(tuple(x.values()), deep)
-        elif isinstance(x, functools.partial):
-            self.look((x.func, x.args, x.keywords), deep)
-        elif isinstance(x, types.MethodType):
-            self.look(x.__self__, True)
-        elif isinstance(x, types.FunctionType):
-            for cell in x.__closure__ or ():
-                with contextlib.suppress(ValueError):  # a cell that is not filled yet
-                    self.look(cell.cell_contents, deep)
-            codes = [x.__code__]
-            for code in codes:  # grows: with the code of inner functions and comprehensions
-                codes += [inner for inner in code.co_consts if isinstance(inner, types.CodeType)]
-            used = [x.__globals__.get(name) for code in codes for name in code.co_names]
-            self.look(tuple(y for y in used if isinstance(y, (Tensor, nn.Module))), True)
-            for y in used:
-                self._look_for_loose(y)
-            self.look((x.__defaults__, x.__kwdefaults__), deep)
-        elif deep and hasattr(x, "__dict__") and not isinstance(x, (type, types.ModuleType)):
+        for kinds, into in self.by_kind:
+            if isinstance(x, kinds):
+                into(self, x, deep)
+                return
+        if deep and hasattr(x, "__dict__") and not isinstance(x, (type, types.ModuleType)):
             self.look(list(vars(x).values()), False)
+
+    def _into_tensor(self, x: Tensor, deep: bool) -> None:
+        # A result kept in some attribute or log is not what f reads, and its graph may be gone.
+        if x.requires_grad and (deep or x.is_leaf):
+            self.found[id(x)] = x
+        elif not x.requires_grad:
+            self.loose[id(x)] = x
+
+    def _into_module(self, x: nn.Module, deep: bool) -> None:
+        for module in x.modules():
+            self.modules[id(module)] = module
+            parameters = (p for p in module._parameters.values() if p is not None and p.requires_grad)
+            self.found.update((id(p), p) for p in parameters)
+        if getattr(x, "_is_replica", False):  # DataParallel's copies hold their parameters as plain attributes
+            self.look(tuple(p for m in x.modules() for p in vars(m).values() if isinstance(p, Tensor)), True)
+
+    def _into_sequence(self, x: Any, deep: bool) -> None:
+        for part in x:
+            self.look(part, deep and not isinstance(x, list))
+
+    def _into_dict(self, x: dict, deep: bool) -> None:
+        self.look(tuple(x.values()), deep)
+
+    def _into_partial(self, x: functools.partial, deep: bool) -> None:
+        self.look((x.func, x.args, x.keywords), deep)
+
+    def _into_method(self, x: types.MethodType, deep: bool) -> None:
+        self.look(x.__self__, True)
+
+    def _into_function(self, x: types.FunctionType, deep: bool) -> None:
+        for cell in x.__closure__ or ():
+            with contextlib.suppress(ValueError):  # a cell that is not filled yet
+                self.look(cell.cell_contents, deep)
+        codes = [x.__code__]
+        for code in codes:  # grows: with the code of inner functions and comprehensions
+            codes += [inner for inner in code.co_consts if isinstance(inner, types.CodeType)]
+        used = [x.__globals__.get(name) for code in codes for name in code.co_names]
+        self.look(tuple(y for y in used if isinstance(y, (Tensor, nn.Module))), True)
+        for y in used:
+            self._look_for_loose(y)
+        self.look((x.__defaults__, x.__kwdefaults__), deep)
+
+    by_kind: ClassVar[list[tuple[Any, Any]]] = [
+        (Tensor, _into_tensor),
+        (nn.Module, _into_module),
+        ((tuple, list), _into_sequence),
+        (dict, _into_dict),
+        (functools.partial, _into_partial),
+        (types.MethodType, _into_method),
+        (types.FunctionType, _into_function),
+    ]
 
     def _look_for_loose(self, x: Any) -> None:
         """Tensors without a gradient in a global container, such as buffers for torch.func.functional_call."""

@@ -387,7 +387,9 @@ def _norm(x: Sequence[Tensor | None]) -> Tensor:
 def _quotient(off: Tensor, size: Tensor) -> float:
     """0 where nothing is off, infinite where it cannot be told. One host read."""
     a, b = torch.stack([off, size]).tolist()
-    return 0.0 if a == 0 else a / b if b > 0 and math.isfinite(a) else math.inf
+    if a == 0:
+        return 0.0
+    return a / b if b > 0 and math.isfinite(a) else math.inf
 
 
 def _difference(found: Sequence[Tensor | None], truth: Sequence[Tensor | None]) -> float:

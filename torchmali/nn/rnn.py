@@ -88,8 +88,8 @@ class ODERNN(nn.Module):
             raise InvalidTimesError(f"{what} Merge the times of the batch and mark what is `observed`.")
         if observed is not None:
             what = f"observed must be bool of shape {shape[:2]}, (batch, length); got {observed.dtype} of"
-            fits = observed.dtype == torch.bool and observed.shape == shape[:2]
-            if not fits:
+            is_mask = observed.dtype == torch.bool and observed.shape == shape[:2]
+            if not is_mask:
                 raise InvalidStateError(f"{what} {tuple(observed.shape)}. For a mask of channels: mask.bool().any(-1).")
         times = t.tolist()  # all at once: each read waits for the device
         i = next((i for i, (a, b) in enumerate(pairwise(times)) if not a <= b), -1)

@@ -217,7 +217,7 @@ class FixedPoint(RewindableState):
 
     def drift(self, e: float) -> FixedPoint:
         if self.log is not None:
-            self._make_room([self._need_of_drift(i, e) for i in range(len(self.z))], None)
+            self._make_space([self._need_of_drift(i, e) for i in range(len(self.z))], None)
         moves = self._moves(abs(e))
         if e >= 0:
             self.z = tuple([z.add(move) for z, move in zip(self.z, moves, strict=True)])  # z first: it gives the layout
@@ -242,7 +242,7 @@ class FixedPoint(RewindableState):
     def reflect(self, u: Tensors, eta: float) -> FixedPoint:
         assert eta == 1
         if self.log is not None:
-            self._make_room(None, [self._need_of_reflect(i, x) for i, x in enumerate(u)])
+            self._make_space(None, [self._need_of_reflect(i, x) for i, x in enumerate(u)])
         q = [factor.times(x) for x, factor in zip(u, self.factors.reflect, strict=True)]
         if self.seen is not None:
             self.seen.reflect(u, q)
@@ -287,7 +287,7 @@ class FixedPoint(RewindableState):
         total = torch.maximum(q.abs(), (q - self.v[i]).abs())
         return torch.where(total.isfinite(), exponent(total), exponent(u) + 1 + self.kv[i]) - BITS[self.v[i].dtype]
 
-    def _make_room(self, of_z: Sequence[Tensor] | None, of_v: Sequence[Tensor] | None) -> None:
+    def _make_space(self, of_z: Sequence[Tensor] | None, of_v: Sequence[Tensor] | None) -> None:
         needs = of_z if of_z is not None else of_v
         assert needs is not None
         bits = self._bits(needs, self.kz if of_z is not None else self.kv)
@@ -513,7 +513,9 @@ class Factors:
 
 def _largest(x: Sequence[Tensor]) -> list[float]:
     """The largest element of each tensor, in one host read."""
-    return stacked([y.amax() if y.numel() else y.new_zeros(()) for y in x], torch.float32).tolist() if x else []
+    if not x:
+        return []
+    return stacked([y.amax() if y.numel() else y.new_zeros(()) for y in x], torch.float32).tolist()
 
 
 def _excess(size: float, word: torch.dtype) -> int:

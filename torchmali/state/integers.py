@@ -70,8 +70,9 @@ def power(k: Tensor, dtype: torch.dtype) -> Tensor:
 
 def exponent(x: Tensor) -> Tensor:
     """The number of bits of |x| before the point, of floats or integers; of zero it is far below all others."""
-    x = x.abs() if x.is_floating_point() else x.to(torch.float64 if x.dtype == torch.int64 else torch.float32).abs()
-    return torch.where(x > 0, torch.frexp(x).exponent, -(2**14))
+    if not x.is_floating_point():
+        x = x.double() if x.dtype == torch.int64 else x.float()
+    return torch.where(x != 0, torch.frexp(x).exponent, -(2**14))
 
 
 class Shifted(NamedTuple):

@@ -53,7 +53,7 @@ LACKING = 3
 # element are both small by chance beside those of many others, the more likely the more there are.
 LACKING_SHARE, SHARE, LACKING_ONE = 6, 1 / 64, 7
 N_SIGNS = 5
-PERIOD = 8  # steps between two readings of the range; reflects between two looks at the mixture of scales
+PERIOD = 8  # steps between two readings of the range
 
 
 class Shift(NamedTuple):
@@ -188,11 +188,11 @@ class FixedPoint(RewindableState):
 
     @property
     def point(self) -> Tensors:
-        return tuple([factor.times(x) for x, factor in zip(self.z, self.factors.point, strict=True)])
+        return tuple(map(Factor.times, self.factors.point, self.z))
 
     @property
     def slope(self) -> Tensors:
-        return tuple([factor.times(x) for x, factor in zip(self.v, self.factors.slope, strict=False)])
+        return tuple(map(Factor.times, self.factors.slope, self.v))
 
     def fork(self) -> FixedPoint:
         log, seen = None if self.log is None else [], Seen()
@@ -219,10 +219,7 @@ class FixedPoint(RewindableState):
         if self.log is not None:
             self._make_space([self._need_of_drift(i, e) for i in range(len(self.z))], None)
         moves = self._moves(abs(e))
-        if e >= 0:
-            self.z = tuple([z.add(move) for z, move in zip(self.z, moves, strict=True)])  # z first: it gives the layout
-        else:
-            self.z = tuple([z.sub(move) for z, move in zip(self.z, moves, strict=True)])
+        self.z = tuple(map(torch.add if e >= 0 else torch.sub, self.z, moves))  # z first: it gives the layout
         if self.seen is not None:
             each = self.factors.each  # leaves with exponents of elements
             self.seen.drift(e, [moves[i] for i in each] if each else ())
@@ -235,18 +232,17 @@ class FixedPoint(RewindableState):
         if factors.are_single:
             time = single(time)  # times of steps differ in their last bits: the same move for all of them
         if self._moves_of_z is None or self._moves_of_z[0] != time:
-            pairs = zip(self.v, factors.of_drift(time), strict=True)
-            self._moves_of_z = time, [factor.times(v).round_().type(v.dtype) for v, factor in pairs]
+            self._moves_of_z = time, list(map(_move, factors.of_drift(time), self.v))
         return self._moves_of_z[1]
 
     def reflect(self, u: Tensors, eta: float) -> FixedPoint:
         assert eta == 1
         if self.log is not None:
             self._make_space(None, [self._need_of_reflect(i, x) for i, x in enumerate(u)])
-        q = [factor.times(x) for x, factor in zip(u, self.factors.reflect, strict=True)]
+        q = list(map(Factor.times, self.factors.reflect, u))
         if self.seen is not None:
             self.seen.reflect(u, q)
-        self.v = tuple([x.round_().type(v.dtype).sub_(v) for x, v in zip(q, self.v, strict=True)])
+        self.v = tuple(map(_turned, q, self.v))
         if self.seen is not None:
             self.seen.reflected(self.v)
         self._moves_of_z = None
@@ -480,6 +476,16 @@ class FixedPoint(RewindableState):
             differ = [(x != y).any() for x, y in zip(mine.tensors, other.tensors, strict=True)]
             agree = not bool(torch.stack(differ).any())  # the one host read
         return Deviation(*[0.0 if agree else math.inf] * 4)
+
+
+def _move(factor: Factor, v: Tensor) -> Tensor:
+    """What v adds to z, rounded."""
+    return factor.times(v).round_().type(v.dtype)
+
+
+def _turned(q: Tensor, v: Tensor) -> Tensor:
+    """round(q) - v, which overwrites q."""
+    return q.round_().type(v.dtype).sub_(v)
 
 
 class FixedPointForm(NamedTuple):

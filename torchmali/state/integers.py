@@ -116,8 +116,7 @@ def unshift(x: Tensor, b: int | Tensor, lost: Tensor | None) -> Tensor:
 
 def extremes(x: Tensor) -> tuple[Tensor, Tensor]:
     """The smallest and the largest element; nan if one is."""
-    low, high = x.aminmax() if x.numel() else (x.new_zeros(()),) * 2
-    return low, high
+    return x.aminmax() if x.numel() else (x.new_zeros(()), x.new_zeros(()))
 
 
 def stacked(x: Sequence[Tensor], dtype: torch.dtype) -> Tensor:

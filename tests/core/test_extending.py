@@ -1,7 +1,9 @@
 """The extensions of docs/extending.md: each file of examples/extending/ does what the page says, and stands on it."""
 
+import gc
 import math
 import re
+import weakref
 from pathlib import Path
 
 import pytest
@@ -235,3 +237,26 @@ def test_outputs_must_be_an_object_of_outputs(outputs):
 def test_observe_and_outputs_exclude_each_other():
     with pytest.raises(tm.InvalidOptionError, match="give one of the two"):
         tm.solve(MLP(), batch(), TIMES, outputs=MeanOutput(3), observe=lambda t, y: y.sum())
+
+
+@pytest.mark.parametrize("gradient", [tm.MALI(), tm.ACA(), tm.Naive()], ids=str)
+def test_results_of_new_outputs_are_freed_with_the_solution(gradient: tm.GradientMethod):
+    """Without the garbage collector: the backward pass must not hold the object that holds the results."""
+    solution = tm.solve(MLP(), batch().requires_grad_(), TIMES, outputs=MeanOutput(len(TIMES)), gradient=gradient)
+    result = weakref.ref(solution.y)
+    gc.collect()
+    gc.disable()
+    try:
+        del solution
+        assert result() is None
+    finally:
+        gc.enable()
+
+
+def test_steps_that_exact_mode_takes_back_are_recorded_once():
+    y0, times = torch.ones(4), torch.linspace(0, 2, 41).tolist()
+    how = {"controller": tm.FixedStep(0.05), "gradient": tm.MALI(exact=True)}
+    stored = tm.solve(lambda t, y: 8 * y, y0, times, **how)
+    found = tm.solve(lambda t, y: 8 * y, y0, times, outputs=MeanOutput(len(times)), **how)
+    assert stored.stats.n_rescales > 0
+    torch.testing.assert_close(found.y, stored.y.mean(0))

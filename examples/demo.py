@@ -48,7 +48,7 @@ INK, PALE = "#222222", "#6b6b6b"
 
 
 class Dynamics(nn.Module):
-    """f in dz/dt = f(t, z): two convolutions. No dropout or batch statistics: f has to be pure."""
+    """f in dz/dt = f(t, z): two convolutions with a group norm before them."""
 
     def __init__(self, channels: int):
         super().__init__()

@@ -1,8 +1,7 @@
 """Problems that the tests share: dy/dt = f(t, y) in float64, with closed forms where there are any.
 
 Each is given twice, in torch and in NumPy, so that SciPy's solution of the second is an independent
-reference for ours of the first. MLP, decay, Van der Pol, Lorenz, oscillator and toy are those of
-the design notes ("Problems" in NUMERICS.md).
+reference for ours of the first.
 """
 
 from __future__ import annotations

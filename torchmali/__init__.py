@@ -13,6 +13,7 @@ from torchmali.controllers import (
     AdaptiveStep,
     ControllerState,
     FixedStep,
+    SolveStart,
     StepController,
     rms_norm,
 )
@@ -36,7 +37,7 @@ from torchmali.gradients.adjoint import Adjoint
 from torchmali.gradients.base import GradientMethod
 from torchmali.gradients.mali import MALI
 from torchmali.gradients.naive import Naive
-from torchmali.outputs.base import Outputs
+from torchmali.outputs.base import Outputs, Pulled
 from torchmali.solution import Solution, Stats
 from torchmali.solve import solve
 from torchmali.solvers.base import Attempt, ReversibleSolver, Solver
@@ -93,12 +94,14 @@ __all__ = [
     "NonFiniteError",
     "NonRepeatableFieldError",
     "Outputs",
+    "Pulled",
     "RK4",
     "RK4ThreeEighths",
     "Reversible",
     "ReversibleSolver",
     "RungeKutta",
     "Solution",
+    "SolveStart",
     "Solver",
     "SolverError",
     "SolverWarning",

@@ -68,9 +68,12 @@ class ControllerState(ABC):
     n_rejected = 0
     controlled: Sequence[int]  # the leaves whose accuracy counts
 
+    def __init__(self, start: SolveStart):
+        self.controlled = range(len(start.state.point))
+
     @abstractmethod
     def next_time(self, t: Time, target: Time) -> Time:
-        """The time at which the next attempt from t should end: `target` itself, or a time before it."""
+        """The time at which the next attempt from t should end: the very object `target`, or a time before it."""
 
 
 class AdaptiveControllerState(ControllerState):
@@ -82,11 +85,14 @@ class AdaptiveControllerState(ControllerState):
 
     @abstractmethod
     def accepts(self, t0: Time, t1: Time, attempt: Attempt, ratio: Tensor, value: float) -> bool:
-        """Whether the attempt is accepted, given its `error_ratio` and the value of that."""
+        """Whether the attempt is accepted, given its `error_ratio` and the value of that. Counts `n_rejected`."""
 
 
 class StepController(ABC):
-    """How a solve chooses its steps. A new controller needs `begin`, and an `adaptive` one rejects steps."""
+    """How a solve chooses its steps. A new controller needs `begin`.
+
+    adaptive: whether `begin` returns an AdaptiveControllerState, which may reject steps.
+    """
 
     adaptive: bool = False
 
@@ -134,7 +140,7 @@ class FixedStep(StepController):
         return sum(_n_steps(abs(b - a), self.h) for a, b in pairwise(times))
 
     def begin(self, start: SolveStart) -> ControllerState:
-        return FixedStepState(self.h, range(len(start.state.point)))
+        return FixedStepState(self.h, start)
 
 
 def _n_steps(span: float, size: float) -> int:
@@ -144,8 +150,9 @@ def _n_steps(span: float, size: float) -> int:
 class FixedStepState(ControllerState):
     """`FixedStep` at work in one solve."""
 
-    def __init__(self, size: float, leaves: Sequence[int]):
-        self.size, self.controlled = size, leaves
+    def __init__(self, size: float, start: SolveStart):
+        super().__init__(start)
+        self.size = size
         self.target: Time | None = None
 
     def next_time(self, t: Time, target: Time) -> Time:
@@ -246,6 +253,7 @@ class AdaptiveStepState(AdaptiveControllerState):
     """`AdaptiveStep` at work in one solve."""
 
     def __init__(self, controller: AdaptiveStep, start: SolveStart):
+        super().__init__(start)
         assert start.solver.error_order is not None
         self.controller, self.q = controller, start.solver.error_order
         self.t_end, self.through_search = start.t_end, start.through_search

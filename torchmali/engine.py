@@ -1,6 +1,7 @@
 """The parts of the engine, for those who build on it: the solve on leaves, its tape, its states.
 
-Solvers, controllers and outputs of one's own need the names at the top of the package alone (docs/extending.md).
+Solvers, controllers and outputs of one's own need the names at the top of the package, and the types State, Slope,
+Tensors and Time from here for their annotations (docs/extending.md).
 """
 
 from __future__ import annotations

@@ -7,10 +7,19 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from torchmali.tree import Structure
+
 TELL_LIMIT = 1e-3  # a gradient wrong by more than about this is warned about
 
 
-@dataclass
+def short_repr(self: Any) -> str:
+    """A dataclass as one would write it: without the fields that are at their default."""
+    pairs = [(x, getattr(self, x.name)) for x in fields(self) if x.repr]
+    changed = [(x.name, value) for x, value in pairs if value is not x.default and value != x.default]  # nan is not nan
+    return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in changed)})"
+
+
+@dataclass(repr=False)
 class Stats:
     """Counts of one solve. The backward fields are filled in by the latest backward pass (Naive leaves them at 0)."""
 
@@ -26,6 +35,8 @@ class Stats:
     h_min: float = float("nan")  # sizes of accepted steps
     h_max: float = float("nan")
     reconstruction_error: float | None = None  # MALI: |rebuilt - kept| / |kept| of z or v, the worst leaf's
+
+    __repr__ = short_repr
 
     def count_forward(self, **counts: Any) -> None:
         """Fill in the counts of a forward pass."""
@@ -47,9 +58,18 @@ class Solution(NamedTuple):
     observed: Any = None  # the sum of what `observe` returned; y is then at t[-1:] only
     code: Any = None  # with return_code=True: a Code
 
+    def __repr__(self) -> str:
+        """Shapes instead of values: Solution(y: (3, 128, 2), 3 times from 0 to 1, 20 steps)."""
+        n = len(self.t)
+        ends = " from {:g} to {:g}".format(*self.t.detach()[[0, -1]].tolist()) if n else ""
+        parts = [f"y: {_shapes(self.y)}", f"{n} times{ends}", f"{self.stats.n_steps} steps"]
+        for name, value in (("observed", self.observed), ("code", self.code)):
+            parts += [] if value is None else [f"{name}: {_shapes(value)}"]
+        return f"Solution({', '.join(parts)})"
 
-def short_repr(self: Any) -> str:
-    """A dataclass as one would write it: without the fields that are at their default."""
-    shown = [x for x in fields(self) if x.repr]
-    changed = [(x.name, getattr(self, x.name)) for x in shown if getattr(self, x.name) != x.default]
-    return f"{type(self).__name__}({', '.join(f'{name}={x!r}' for name, x in changed)})"
+
+def _shapes(tree: Any) -> str:
+    """A tree with the shapes of its tensors in their place."""
+    structure = Structure.of(tree)
+    shapes = [tuple(x.shape) if isinstance(x, Tensor) else x for x in structure.flatten(tree)]
+    return repr(structure.rebuild(shapes))

@@ -1,4 +1,4 @@
-"""The two calls: `solve`, and `odeint` with the arguments of torchdiffeq on top of it."""
+"""`solve`: the checks of a call, and the objects that a gradient method needs."""
 
 from __future__ import annotations
 
@@ -89,7 +89,8 @@ def solve(
     times, its sum over them is returned as `observed`, differentiable (by its parameters, too), and y at the last time
     as y[-1]: with MALI and Adjoint no tensors are kept for the times.
 
-    outputs: an object that makes something else of the solution (docs/extending.md).
+    outputs: an object that makes something else of the solution than y at all times (docs/extending.md). It is given in
+    place of `observe`.
 
     return_code: also return the integer end state, `code`, from which `solve_back(func, code)` gets y0 to the last bit.
     """
@@ -103,6 +104,7 @@ def solve(
                 f"{name}={value!r} is not a {base.__name__}: give an object such as solver=ALF(), "
                 "controller=FixedStep(0.1), gradient=MALI(). (Names as strings are understood by odeint.)"
             )
+    _check_outputs(outputs, observe)
     gradient.check(solver, controller)
     if return_code and not gradient.on_integers:
         raise IncompatibleError(
@@ -129,12 +131,25 @@ def solve(
             )
     if outputs is None:
         outputs = StoredOutputs(len(times)) if observer is None else ObservedOutputs(observer, len(times))
+    else:
+        outputs = outputs.again()  # the given object stays as it is
     wants_t = t_out.requires_grad or has_tangent(t_out)
     problem = Problem(field, z0, times, t_out if wants_t else None, solver, controller, outputs, return_code)
     results, stats, done = gradient.solve(problem)
     y, observed = outputs.solution(results)
     code = Code.of(done.state, done.tape, solver, structure, args) if return_code else None
     return Solution(t_out, structure.rebuild(y), stats, observed, code)
+
+
+def _check_outputs(outputs: Any, observe: Any) -> None:
+    if outputs is None:
+        return
+    if not isinstance(outputs, Outputs):
+        raise InvalidOptionError(f"outputs={outputs!r} is not an Outputs: give an object of a subclass of Outputs.")
+    if observe is not None:
+        raise InvalidOptionError(
+            "observe=... and outputs=... both say what becomes of y at the output times: give one of the two."
+        )
 
 
 def _check_processes(

@@ -1,8 +1,9 @@
-"""The examples of README.md and docs/models.md are run as they stand."""
+"""The examples of README.md and docs/models.md are run as they stand, and the files that the pages name exist."""
 
 import re
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
@@ -50,3 +51,24 @@ def test_the_examples_of_docs_models_run():
     names |= {"decoder": nn.Linear(16, 3), "data": torch.randn(5, 4, 3), "solve": tm.solve}
     exec(observed, names)
     assert names["y0"].grad is not None and names["decoder"].weight.grad is not None
+
+
+PAGES = [
+    README,
+    *(ROOT / "docs" / name for name in ("architecture.md", "extending.md", "limits.md", "reading-guide.md")),
+]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_files_that_a_page_names_exist(page: Path):
+    folders = [ROOT, ROOT / "torchmali", ROOT / "tests" / "core"]
+    named = set(re.findall(r"`([\w./]+\.py)`", page.read_text()))
+    assert not [name for name in named if not any((folder / name).exists() for folder in folders)]
+
+
+def test_every_module_of_the_core_has_a_row_in_the_architecture():
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    core = ROOT / "torchmali"
+    modules = [path.relative_to(core) for path in core.rglob("*.py") if path.read_text().strip()]
+    in_folders = {"nn", "audit"}  # one row each
+    assert not [m for m in modules if f"`{m}`" not in text and m.parts[0] not in in_folders and m.name != "__init__.py"]

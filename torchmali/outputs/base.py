@@ -53,8 +53,9 @@ class Pulled(NamedTuple):
 class Outputs(ABC):
     """What becomes of y(t) at the output times.
 
-    A subclass needs `record`, `results` and `pull`. Where steps are taken back (MALI(exact=True) only), `contents` and
-    `restore_contents` must undo `record`, unless recording y[k] again replaces what was there.
+    A subclass needs `record`, `results`, `pull` and `fresh`. Where steps are taken back (MALI(exact=True) only),
+    `contents` and `restore_contents` must undo `record`, unless recording y[k] again replaces what was there. `solve`
+    records into a fresh object: the one that it was given stays as it is, and serves for any number of solves.
     """
 
     theta: Sequence[Tensor] = ()  # tensors of the outputs themselves that may get a gradient
@@ -76,7 +77,10 @@ class Outputs(ABC):
 
     @abstractmethod
     def pull(self, k: int, t: Time, z: Tensors, grads: Sequence[Tensor | None]) -> Pulled:
-        """From dL/dresults to y[k] = z."""
+        """From dL/dresults to y[k] = z. Called for k from the last output to the first.
+
+        If `keeps_states`, z may be empty.
+        """
 
     def solution(self, results: Tensors) -> tuple[Tensors, Tensor | None]:
         """What `Solution` holds: the leaves of y, and what was observed."""
@@ -90,9 +94,12 @@ class Outputs(ABC):
         """Forget what was recorded since: it will be recorded again."""
         return None
 
+    @abstractmethod
     def fresh(self) -> Outputs:
-        """These outputs before the solve, without what they have recorded and without tensors of their own."""
-        return self
+        """A new object for the same outputs, without what these have recorded and without tensors of their own.
+
+        The backward pass holds it, and calls its `pull`.
+        """
 
     def again(self) -> Outputs:
         """These outputs before the solve, to be recorded a second time."""
@@ -164,3 +171,6 @@ class NoOutputs(Outputs):
 
     def pull(self, k: int, t: Time, z: Tensors, grads: Sequence[Tensor | None]) -> Pulled:
         return Pulled([None] * len(z))
+
+    def fresh(self) -> Outputs:
+        return NoOutputs()

@@ -28,6 +28,7 @@ from problems import (
 from scipy.integrate import solve_ivp
 from torch import Tensor
 
+import torchmali as tm
 from torchmali import (
     ACA,
     ALF,
@@ -624,3 +625,25 @@ def test_times_can_be_differentiated_twice_and_in_forward_mode(solver):
     torch.autograd.gradgradcheck(end, t)
     slope = torch.func.jvp(end, (t.detach(),), (torch.ones_like(t),))[1]
     torch.testing.assert_close(slope, torch.func.grad(end)(t.detach()))
+
+
+class _Strays(tm.ControllerState):
+    def next_time(self, t, target):
+        return t + 2 * (target - t)
+
+
+class _Straying(tm.StepController):
+    def begin(self, start):
+        return _Strays(start)
+
+
+def test_a_controller_that_steps_past_its_target_is_told_so():
+    with pytest.raises(tm.InvalidOptionError, match=r"_Strays.next_time\(0, 1\) returned 2: it must return its second"):
+        solve(lambda t, y: -y, torch.ones(2), (0.0, 1.0), solver=ALF(), controller=_Straying(), gradient=ACA())
+
+
+def test_a_long_list_of_odd_length_has_no_error_estimate():
+    third = 1 / (2 - 2 ** (1 / 3))
+    solver = tm.Leapfrog((third / 2, (1 - third) / 2, (1 - third) / 2, third / 2), order=4)
+    with pytest.raises(tm.IncompatibleError, match="needs a solver with an error estimate, but Leapfrog has none"):
+        solve(lambda t, y: -y, torch.ones(2), (0.0, 1.0), solver=solver, controller=AdaptiveStep(1e-3, 1e-3))

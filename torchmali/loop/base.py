@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from torchmali.controllers import AdaptiveControllerState, ControllerState, SolveStart, StepController
-from torchmali.errors import NonFiniteError
+from torchmali.errors import InvalidOptionError, NonFiniteError
 from torchmali.outputs.base import AcceptedStep, Outputs
 from torchmali.refresh import Refresher, RefreshPlan
 from torchmali.solution import Stats
@@ -146,7 +146,20 @@ class Loop(ABC):
             _raise_if_non_finite(self.state, f"in y0 or in f at the start, t = {number(t):.6g}")
 
     def next_time(self) -> Time:
-        return self.control.next_time(self.t, self.job.times[self.outputs.stop])
+        t, target = self.t, self.job.times[self.outputs.stop]
+        t1 = self.control.next_time(t, target)
+        if t1 is not target and not (t < t1 < target or t > t1 > target):
+            self._raise_for_time(t1, target)
+        return t1
+
+    def _raise_for_time(self, t1: Time, target: Time) -> None:
+        """A time that is neither the target nor between it and t. Round-off alone may keep it where it is."""
+        t, t1, target = number(self.t), number(t1), number(target)
+        if t1 != t:
+            raise InvalidOptionError(
+                f"{type(self.control).__name__}.next_time({t:.6g}, {target:.6g}) returned {t1:.6g}: it must return its "
+                "second argument, or a time between both."
+            )
 
     def attempt(self, t1: Time, plan: RefreshPlan, state: State) -> tuple[Attempt, Residuals]:
         return self.refresher.step(plan, self.f, self.t, t1, state, self.carry, self.is_adaptive)

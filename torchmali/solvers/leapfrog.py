@@ -83,12 +83,13 @@ COEFFICIENTS = {
 class Leapfrog(AugmentedSolver):
     """A reversible solver from a symmetric list of drift coefficients that sums to 1.
 
-    A step takes one evaluation of f between two neighbours of the list (and one more with AdaptiveStep, for the error
-    estimate, unless the list has two). order: p in global error = O(h^p), which the list must have. eta: damping, with
-    (1/2, 1/2) only. It makes the method first order and its inverse amplify round-off by 1/|1 - 2 eta| per step;
-    eta = 1/2 has no inverse. refresh: if f contracts, v parts from f(t, z) in an oscillation that no step size keeps
-    small (docs/limits.md); "auto" replaces v by f(t, z) when that shows, n does so every n steps, "never" is the method
-    as published. Each refresh costs one evaluation, and one state of memory if a backward pass will need it.
+    A step takes one evaluation of f between two neighbours of the list, and one more with AdaptiveStep, for the error
+    estimate, unless the list has two. (Longer lists with an odd number of evaluations have no estimate.) order: p in
+    global error = O(h^p), which the list must have. eta: damping, with (1/2, 1/2) only. It makes the method first order
+    and its inverse amplify round-off by 1/|1 - 2 eta| per step; eta = 1/2 has no inverse. refresh: if f contracts, v
+    parts from f(t, z) in an oscillation that no step size keeps small (docs/limits.md); "auto" replaces v by f(t, z)
+    when that shows, n does so every n steps, "never" is the method as published. Each refresh costs one evaluation, and
+    one state of memory if a backward pass will need it.
     """
 
     coefficients: tuple[float, ...]
@@ -140,9 +141,12 @@ class Leapfrog(AugmentedSolver):
         return len(self.coefficients) - 1
 
     @property
-    def error_order(self) -> int:
-        # ALF minus Euler; or h (w_out - w_in), where w = v - f(t, z) is of order p + 1.
-        return 2 if self.n_reflects == 1 else self.order + 2
+    def error_order(self) -> int | None:
+        # ALF minus Euler; or h (w_out - w_in), where w = v - f(t, z) is of order p + 1. With an odd number of reflects
+        # w changes its sign in a step, and the difference is of a low order.
+        if self.n_reflects == 1:
+            return 2
+        return None if self.n_reflects % 2 else self.order + 2
 
     @property
     def amplification(self) -> float:

@@ -162,7 +162,9 @@ class Loop(ABC):
             )
 
     def attempt(self, t1: Time, plan: RefreshPlan, state: State) -> tuple[Attempt, Residuals]:
-        return self.refresher.step(plan, self.f, self.t, t1, state, self.carry, self.is_adaptive)
+        if plan.collects:
+            return self.refresher.step(self.f, self.t, t1, state, self.carry, self.is_adaptive)
+        return self.solver.step(self.f, self.t, t1, state, self.carry, self.is_adaptive), []
 
     def measure(self, t1: Time, attempt: Attempt, residuals: Residuals, plan: RefreshPlan) -> Measured:
         ratio = alternation = None
@@ -179,7 +181,7 @@ class Loop(ABC):
             return True
         return self.control.accepts(self.t, t1, attempt, measured.ratio, error)
 
-    def commit(self, t1: Time, attempt: Attempt, residuals: Residuals) -> AcceptedStep:
+    def commit(self, t1: Time, attempt: Attempt, residuals: Residuals) -> None:
         """Go on from the end of an accepted attempt."""
         t, before = self.t, self.state
         k0, k1 = self.outputs.ends(t1)
@@ -188,10 +190,12 @@ class Loop(ABC):
             _raise_if_non_finite(attempt.state, at(t, t1))
         self.state, self.carry, self.t = attempt.state, attempt.carry, t1
         self.refresher.after_step(residuals)
-        return AcceptedStep(self.f, self.solver, t, t1, before, attempt, self.state)
 
-    def hand_out(self, step: AcceptedStep) -> None:
-        """The outputs inside a step and at its end."""
+    def hand_out(self, t: Time, before: State, attempt: Attempt) -> None:
+        """Outputs inside the last step, which began at t, and at its end."""
+        if self.outputs.passes_over(self.t):
+            return
+        step = AcceptedStep(self.f, self.solver, t, self.t, before, attempt, self.state)
         self.tape.events += self.outputs.accept(step)
         self.carry = step.carry
 

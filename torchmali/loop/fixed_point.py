@@ -214,7 +214,8 @@ class FixedPointLoop(Loop):
         return added
 
     def _accept(self, t1: Time, attempt: Attempt, residuals: Residuals, plan: RefreshPlan, verdict: Verdict) -> None:
-        step = self.commit(t1, attempt, residuals)
+        t, before = self.t, self.state
+        self.commit(t1, attempt, residuals)
         is_same = True
         if verdict.signs is not None:
             for change, lost in self.state.inner_shifts():
@@ -223,7 +224,7 @@ class FixedPointLoop(Loop):
             self.unread, self.n_careful = [], max(0, self.n_careful - 1)
             self._limit_v()
             self.state = self.state if self.state.log is None else self.state.settled()
-        self.hand_out(step.ending_in(self.state))
+        self.hand_out(t, before, attempt)
         # Rescaling changed z, so f is evaluated again: the backward pass will evaluate it at the rescaled z.
         self.refresh_if(verdict.alternates, plan, self.carry if is_same else None)
         if not self.unread:

@@ -31,8 +31,9 @@ class FloatLoop(Loop):
                 self._reject(attempt, mark)
                 return
             alternates = plan.decides and not values[-1] >= 0
-        step = self.commit(t1, attempt, residuals)
-        self.hand_out(step)
+        t, before = self.t, self.state
+        self.commit(t1, attempt, residuals)
+        self.hand_out(t, before, attempt)
         self.refresh_if(alternates, plan, self.carry)
 
     def new_slope(self, slope: Tensors | None) -> Tensors:

@@ -29,12 +29,6 @@ class AcceptedStep:
         self.before, self.attempt, self.end = before, attempt, end
         self.carry = attempt.carry  # f(t1, z1), if it is known
 
-    def ending_in(self, end: State) -> AcceptedStep:
-        """The same step, with an end state that was rounded."""
-        if end is self.end:
-            return self
-        return AcceptedStep(self.f, self.solver, self.t0, self.t1, self.before, self.attempt, end)
-
     def at(self, times: Sequence[Time]) -> list[Tensors]:
         """z at times inside the step, from the solver's interpolant."""
         assert isinstance(self.solver, InterpolatingSolver)
@@ -127,6 +121,10 @@ class Outputs(ABC):
         """The output times with which the ends of a step to t1 move (see tape.Step)."""
         k0 = self.waiting - 1 if self.stops else 0
         return k0, self.stop if t1 is self.times[self.stop] else k0
+
+    def passes_over(self, t1: Time) -> bool:
+        """Whether `accept` need not see a step to t1. An output that looks at every step returns False."""
+        return self.stops and t1 is not self.times[self.stop]
 
     def accept(self, step: AcceptedStep) -> list[Output]:
         """Record the outputs inside the step and at its end; return them for the tape."""

@@ -57,7 +57,9 @@ def solved(name: str, solver: tm.ALF, controller: tm.StepController, wide: bool 
     solution = tm.solve(ode.f, y0, [*ode.span], **how, return_code=True)
     field = Field(ode.f, (y0,), Structure.of(y0), (), [])
     span = ode.span[1] - ode.span[0]
-    arithmetic = FixedPointArithmetic(PERIOD * span / (controller.n_steps([*ode.span]) or GUESSED_STEPS), wide)
+    n_steps = controller.n_steps([*ode.span])
+    first = span / n_steps if n_steps else 0.0
+    arithmetic = FixedPointArithmetic(PERIOD * span / (n_steps or GUESSED_STEPS), first, wide)
     start, _ = solver.start(field.as_in_backward, ode.span[0], (y0,), arithmetic)
     assert isinstance(start, FixedPoint)
     again = arithmetic.suited((y0,), start)

@@ -88,8 +88,10 @@ class MALI(ReplayGradient):
     def arithmetic(self, problem: Problem) -> Any:
         if not self.exact:
             return Floats
-        n_steps = problem.controller.n_steps(problem.times) or GUESSED_STEPS
-        return FixedPointArithmetic(PERIOD * problem.span / n_steps, self.exact == "int64")
+        t0, t1, *_ = times = problem.times
+        n_steps, n_first = problem.controller.n_steps(times), problem.controller.n_steps([t0, t1])
+        first = abs(t1 - t0) / n_first if n_first else 0.0
+        return FixedPointArithmetic(PERIOD * problem.span / (n_steps or GUESSED_STEPS), first, self.exact == "int64")
 
     @property
     def state(self) -> type[RewindableState]:

@@ -181,7 +181,7 @@ class FixedPointLoop(Loop):
             ]
         signs = signs_from(ends[2 * n :], left_z, left_v)
         mixed = state.mixed(signs, self.time)
-        if mixed and not is_careful:
+        if mixed:
             self._take_back(mixed)
             return None
         return signs
@@ -220,7 +220,7 @@ class FixedPointLoop(Loop):
         if verdict.signs is not None:
             for change, lost in self.state.inner_shifts():
                 self._put_on_tape(change, lost)
-            is_same = not self._adjust(verdict.signs, self.state.mixed(verdict.signs, self.time))
+            is_same = not self._adjust(verdict.signs)
             self.unread, self.n_careful = [], max(0, self.n_careful - 1)
             self._limit_v()
             self.state = self.state if self.state.log is None else self.state.settled()

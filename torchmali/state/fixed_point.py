@@ -591,10 +591,11 @@ def _exponent_for(size: float, word: torch.dtype, real: torch.dtype) -> int:
 
 @dataclass(frozen=True, eq=False)
 class FixedPointArithmetic:
-    """How a solve on integers begins. time: of PERIOD steps. wide: int64 for float32 leaves, too. kz: exponents of z;
-    empty: they are chosen for y0."""
+    """How a solve on integers begins. time: of PERIOD steps. first: size of the first step; 0: it is not known. wide:
+    int64 for float32 leaves, too. kz: exponents of z; empty: they are chosen for y0."""
 
     time: float
+    first: float = 0.0
     wide: bool = False
     kz: tuple[Exponent, ...] = ()
 
@@ -614,14 +615,14 @@ class FixedPointArithmetic:
         signs = signs_from(torch.cat(parts).tolist(), [0.0] * n, [0.0] * n)
         kz, mixed = list(first.kz), first.mixed(signs, self.time)
         for i, found in enumerate(signs):
-            (point, slope), word, real = sizes[i], first.z[i].dtype, first.reals[i]
+            (_, slope), word, real = sizes[i], first.z[i].dtype, first.reals[i]
             if i in mixed:
-                kz[i] = exponents_of_elements(z[i], torch.maximum(point, slope * self.time), word, FINEST[real])
-            elif found.point == 0 and found.slope > 0:
-                kz[i] = _exponent_for(found.far(self.time), word, real)
+                kz[i] = exponents_of_elements(z[i], slope * self.first, word, FINEST[real])
+            elif found.point == 0:
+                kz[i] = _exponent_for(found.slope * self.first, word, real)
         if not mixed and kz == list(first.kz):
             return None
-        return FixedPointArithmetic(self.time, self.wide, tuple(kz))
+        return FixedPointArithmetic(self.time, self.first, self.wide, tuple(kz))
 
 
 def exponents_of_elements(x: Tensor, others: Tensor, word: torch.dtype, finest: int) -> Tensor:

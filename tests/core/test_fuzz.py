@@ -254,7 +254,7 @@ def test_the_grid_of_a_leaf_with_one_exponent_is_allowed_as_far_as_the_rule_goes
 def test_a_case_of_many_scales_is_the_same_each_time_and_its_repr_makes_it():
     drawn = [scales.draw(case, 3) for case in range(50)]
     assert drawn == [scales.draw(case, 3) for case in range(50)] != [scales.draw(case, 4) for case in range(50)]
-    assert [eval(repr(spec), vars(scales)) for spec in drawn] == drawn
+    assert [eval(repr(spec), dict(vars(scales))) for spec in drawn] == drawn
 
 
 def test_a_failure_of_scales_is_shrunk(monkeypatch):

@@ -187,7 +187,7 @@ class Elements:
         self.start = self._laid(self._start(sign * scale * (0.3 + self._random())))
         self.parameters = {name: self._laid(x) for name, x in self._parameters(scale, sign).items()}
         self.in_float64 = {name: x.double() for name, x in self.parameters.items()}
-        self.weights = torch.stack([torch.where(self._random() < 0.5, -1.0, 1.0) for _ in spec.times])
+        self.weights = torch.stack([0.5 + self._random() for _ in spec.times])  # of one sign: nothing cancels
 
     def parameters_in(self, dtype: torch.dtype) -> dict[str, Tensor]:
         return self.in_float64 if dtype == torch.float64 else self.parameters
@@ -414,7 +414,7 @@ class Noise:
 
     def _shaken(self, i: int, x: Tensor, size: Tensor | float) -> Tensor:
         eps = torch.finfo(self.leaves[i].dtype).eps
-        forward, back = (2 * torch.rand(x.shape, generator=self.rng, dtype=torch.float64) - 1 for _ in range(2))
+        forward, back = (2.0 * torch.randint(0, 2, x.shape, generator=self.rng) - 1 for _ in range(2))
         forward = torch.ones_like(forward) if self.is_constant else forward
         x = x + eps * forward * torch.maximum(x.detach().abs(), torch.as_tensor(size, dtype=x.dtype))
         if x.requires_grad:

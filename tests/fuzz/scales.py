@@ -412,9 +412,14 @@ class Noise:
         sizes = [torch.maximum(x, 2 * y.detach().abs()) for x, y in zip(sizes, u, strict=True)] if u else [0.0] * len(v)
         return [self._shaken(i, x, size) for i, (x, size) in enumerate(zip(v, sizes, strict=True))]
 
+    def _random(self, shape: Sequence[int]) -> Tensor:
+        """From 1 to 2, with a random sign: less would often be rounded away, and equal numbers would cancel."""
+        size, sign = (torch.rand(shape, generator=self.rng, dtype=torch.float64) for _ in range(2))
+        return (1 + size) * torch.where(sign < 0.5, -1.0, 1.0)
+
     def _shaken(self, i: int, x: Tensor, size: Tensor | float) -> Tensor:
         eps = torch.finfo(self.leaves[i].dtype).eps
-        forward, back = (2.0 * torch.randint(0, 2, x.shape, generator=self.rng) - 1 for _ in range(2))
+        forward, back = (self._random(x.shape) for _ in range(2))
         forward = torch.ones_like(forward) if self.is_constant else forward
         x = x + eps * forward * torch.maximum(x.detach().abs(), torch.as_tensor(size, dtype=x.dtype))
         if x.requires_grad:

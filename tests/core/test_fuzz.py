@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from fuzz import Outcome, Spec, draw, float32, judge, runner, shrink
+from fuzz import Outcome, Spec, draw, float32, judge, runner, scales, shrink
 from fuzz.cases import CORES, consistent
 from fuzz.shrink import simpler
 
@@ -32,6 +32,20 @@ def small(case: int) -> Spec:
 def test_random_cases_agree_with_plain_autograd(first):
     found = {case: judge(small(case)) for case in range(first, first + 10)}
     assert {case: (outcome, small(case)) for case, outcome in found.items() if outcome.verdict == "failed"} == {}
+
+
+def small_scales(case: int) -> scales.Spec:
+    """A drawn case of many scales with one small leaf and few steps."""
+    spec = scales.draw(case, seed=7)
+    leaf = replace(spec.leaves[0], shape=scales.SHAPES[case % 11], rate=min(20.0, spec.leaves[0].rate))
+    controller = spec.controller if case % 4 == 0 else f"FixedStep({spec.span / 20!r})"
+    return replace(spec, leaves=(leaf,), times=(spec.times[0], spec.times[-1]), controller=controller)
+
+
+@pytest.mark.parametrize("first", range(0, 40, 10))
+def test_elements_of_many_scales_are_followed_on_integers(first):
+    found = {case: scales.judge(small_scales(case)) for case in range(first, first + 10)}
+    assert {case: (outcome, small_scales(case)) for case, outcome in found.items() if outcome.verdict == "failed"} == {}
 
 
 # The judge finds what is planted.
@@ -180,7 +194,7 @@ def test_every_step_of_shrinking_is_a_problem_that_can_be_judged():
 def test_a_run_that_was_interrupted_goes_on_where_it_stopped(tmp_path, monkeypatch, capsys):
     judged: list[int] = []
 
-    def work(case: int, seed: int, shrinks: bool) -> dict[str, Any]:
+    def work(case: int, seed: int, shrinks: bool, fuzzer: runner.Fuzzer) -> dict[str, Any]:
         judged.append(case)
         row: dict[str, Any] = {"case": case, "outcome": "agrees", "seconds": 0.0}
         return row if case != 2 else row | {"outcome": "failed: gradient", "spec": "Spec()", "detail": "off"}
@@ -195,6 +209,60 @@ def test_a_run_that_was_interrupted_goes_on_where_it_stopped(tmp_path, monkeypat
     assert [row["case"] for row in body["failures"]] == [2]
     assert sum(counts["agrees"] for counts in body["features"]["dtype"].values() if "agrees" in counts) == 5
     assert "python -m tests.fuzz --only 2 --seed 0" in capsys.readouterr().out
+
+
+# The judge of many scales.
+
+DRIVEN = scales.Spec((scales.Leaf((3, 4), kinds=("driven", "grow"), scales="elements", spread=9.0),))
+
+
+def planted(spec: scales.Spec, change: Any, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The verdict on an exact solve whose results were changed."""
+    honest = tm.MALI.solve
+
+    def solve(self: tm.MALI, problem: Any) -> Any:
+        solved = honest(self, problem)
+        return solved._replace(results=tuple(change(self, x) for x in solved.results))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tm.MALI, "solve", solve)
+        return scales.judge(spec).name
+
+
+def test_the_judge_of_scales_finds_what_is_planted(monkeypatch):
+    def in_one_element(method: tm.MALI, y: Any) -> Any:
+        factor = torch.ones_like(y)
+        factor[-1, 0, 0] += 1e-5
+        return y * factor
+
+    def in_what_is_stored(method: tm.MALI, y: Any) -> Any:
+        return y * (1 + 2.0**-20) if method.checkpoint_every == 1 else y
+
+    def refused(method: tm.MALI, y: Any) -> Any:
+        raise tm.NonFiniteError("The solution is not finite at t = 0.1: use smaller steps there.")
+
+    assert scales.judge(DRIVEN).name == "agrees"
+    assert planted(DRIVEN, in_one_element, monkeypatch) == "failed: inaccurate y"
+    assert planted(DRIVEN, in_what_is_stored, monkeypatch) == "failed: bits"
+    assert planted(DRIVEN, refused, monkeypatch) == "failed: refused alone: NonFiniteError"
+
+
+def test_the_grid_of_a_leaf_with_one_exponent_is_allowed_as_far_as_the_rule_goes():
+    assert [scales.bits_lacking(shape) for shape in [(), (1,), (300,), (1, 5), (3, 4), (64, 4)]] == [0, 0, 3, 3, 6, 10]
+
+
+def test_a_case_of_many_scales_is_the_same_each_time_and_its_repr_makes_it():
+    drawn = [scales.draw(case, 3) for case in range(50)]
+    assert drawn == [scales.draw(case, 3) for case in range(50)] != [scales.draw(case, 4) for case in range(50)]
+    assert [eval(repr(spec), dict(vars(scales))) for spec in drawn] == drawn
+
+
+def test_a_failure_of_scales_is_shrunk(monkeypatch):
+    drawn = next(spec for case in range(100) if len((spec := scales.draw(case)).leaves) == 3)
+    monkeypatch.setattr(scales, "judge", lambda spec: Outcome("failed", "planted"))
+    shrunk, outcome = scales.shrink(drawn, Outcome("failed", "planted"))
+    assert outcome.kind == "planted"
+    assert shrunk.leaves[0].scales == "one" and len(shrunk.leaves) == 1 and shrunk.times == (0.0, 1.0)
 
 
 def test_the_float32_study_tells_misses_and_false_alarms(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
+from typing import TypeVar
 
 from .cases import SHAPES, Spec, consistent
 from .fields import CORES
@@ -61,15 +62,26 @@ def _scaled(controller: str, old: tuple[float, ...], new: tuple[float, ...]) -> 
     return f"FixedStep({h * abs((new[-1] - new[0]) / (old[-1] - old[0])):.6g})"
 
 
+def candidates_of(spec: Spec) -> Iterator[Spec]:
+    return map(consistent, simpler(spec))
+
+
+AnySpec = TypeVar("AnySpec")
+
+
 def shrink(
-    spec: Spec, outcome: Outcome, seconds: float = 30.0, judged: Callable[[Spec], Outcome] = judge
-) -> tuple[Spec, Outcome]:
+    spec: AnySpec,
+    outcome: Outcome,
+    seconds: float = 30.0,
+    judged: Callable[[AnySpec], Outcome] = judge,
+    candidates: Callable[[AnySpec], Iterator[AnySpec]] = candidates_of,
+) -> tuple[AnySpec, Outcome]:
     """The simplest problem that was found to fail in the same way, and how it fails."""
     stop, seen = time.perf_counter() + seconds, {spec}
     is_simpler = True
     while is_simpler:
         is_simpler = False
-        for candidate in map(consistent, simpler(spec)):
+        for candidate in candidates(spec):
             if candidate in seen:
                 continue
             if time.perf_counter() > stop:

@@ -441,7 +441,6 @@ def first_output(func, start, times, solver, controller, method) -> Tensor:
     return tm.solve(func, torch.tensor(start), times, solver=solver, controller=controller, gradient=method).y[1]
 
 
-@pytest.mark.xfail(strict=True, reason="the first grid is chosen for the mean step, not for the first one")
 @pytest.mark.parametrize("first", [1e-2, 1e-3, 1e-4])
 def test_an_output_soon_after_a_start_from_zero_has_its_bits(first):
     """The step to it is shorter than all others."""
@@ -450,7 +449,6 @@ def test_an_output_soon_after_a_start_from_zero_has_its_bits(first):
     assert abs(found - wanted) <= 4 * 2.0**-23 * abs(wanted)
 
 
-@pytest.mark.xfail(strict=True, reason="a careful step in which scales part is not taken back")
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("force", [1e6, 1e8])
 def test_scales_that_part_in_the_steps_that_leave_the_range_are_followed(force, order):

@@ -15,7 +15,7 @@ FACTOR times the largest of: the error of these lines in the leaf's own dtype, a
 move; or once the effect of noise of the same sign in every move, as round-off is where moves are equal. The noise is an
 ulp of each element. In a leaf with one exponent it is the spacing of the leaf, as far as the rule by which a leaf gets
 exponents for its elements lets small elements share it (`bits_lacking`). Elements are as large as they were within the
-last 8 evaluations, between which nobody looks.
+last 16 evaluations, between which nobody looks.
 
 Steps resolve the rates (|h rate| <= 4), but for one case in 20, which is judged by its bits alone. Outcomes: "agrees";
 "refused" (by floats, too); "failed" (anything else).
@@ -362,7 +362,7 @@ def bits_lacking(shape: Sequence[int]) -> int:
         return 0
     if n in shape:  # each element is a slice
         return LACKING
-    return LACKING_SHARE if SHARE * n < 1 else LACKING_ONE
+    return LACKING_SHARE if SHARE * n < 1 else math.ceil(LACKING_ONE + math.log2(n) / 2)
 
 
 class Noise:

@@ -1053,3 +1053,10 @@ def test_a_solver_without_an_inverse_is_refused_as_for_plain_mali():
 def test_exact_is_false_true_or_int64(exact):
     with pytest.raises(tm.InvalidOptionError, match='False, True or "int64"'):
         tm.MALI(exact=exact)
+
+
+@pytest.mark.parametrize("first", [1e-2, 1e-3])
+def test_an_element_that_begins_to_move_beside_another_has_its_bits_at_the_first_output(first):
+    how = lambda t, y: torch.sin(t) + 0 * y, [1.0, 0.0], [0.0, first, 0.5, 1.0], tm.ALF(), tm.FixedStep(0.5)  # noqa: E731
+    found, wanted = (first_output(*how, method) for method in (EXACT, tm.Naive()))
+    assert ((found - wanted).abs() <= 4 * 2.0**-23 * wanted.abs()).all()

@@ -128,6 +128,7 @@ class FixedPointLoop(Loop):
         self.unread.append(attempt.state.seen)
         self.n_reflects += attempt.state.n_moves // 2
         is_due = is_careful or len(self.unread) >= PERIOD or t1 is self.job.times[-1] or plan.refreshes
+        is_due = is_due or self.t is self.job.times[0]  # elements that were zero have begun to move
         if not (self.is_adaptive or plan.decides or is_due):
             return ACCEPTED
         self.time = PERIOD * abs(number(t1 - self.t))

@@ -93,8 +93,8 @@ run_backward: Callable[..., Sequence[Tensor | None]] = _found(
     getattr(torch.autograd.Variable, "_execution_engine", None), "run_backward", _grad
 )
 
-# How often a tensor was changed in place. Public: unknown, as for tensors of inference mode; an f that changes y is
-# then not told of, and changes of buffers are noticed where their values are compared.
+# How often a tensor was changed in place. Public: unknown, as for tensors of inference mode. Changes of small buffers
+# are still seen by their values; an f that changes y, and buffers changed between the passes, are not told of.
 n_changes: Callable[[Tensor], int | None] = attrgetter("_version") if _has(Tensor, "_version") else _unknown
 
 # The hooks of a tensor, a dict that may be written to. Public: unknown; a hook on a parameter is then called with the
@@ -286,8 +286,12 @@ def _is_composite(op: Any) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
 
 
-def _is_dropout(op: Any) -> bool:
-    return op.name() in ("aten::dropout", "aten::alpha_dropout")
+_DROPOUTS = {f"aten::{kind}dropout{end}" for kind in ("", "alpha_", "feature_", "feature_alpha_") for end in ("", "_")}
+_ATTENTION = {"aten::scaled_dot_product_attention", "aten::_scaled_dot_product_attention_math"}
+
+
+def _is_simple(op: Any) -> bool:
+    return op.name() in _DROPOUTS | _ATTENTION
 
 
 def _run_parts(op: Any, args: tuple, kwargs: Mapping[str, Any]) -> Any:
@@ -299,8 +303,9 @@ def _run_decomposition(op: Any, args: tuple, kwargs: Mapping[str, Any]) -> Any:
 
 
 # Whether an operation is made of others, and to run these: the kernel in C++, as decompositions in Python differ in
-# what they draw (that of a GRU has no dropout). Public: of the operations that draw, the simple ones.
+# what they draw (that of a GRU has no dropout). Public: of the operations that draw, dropout
+# and attention; a recurrent module with dropout is then refused in inference mode.
 _has_keys = _has(torch._C, "_dispatch_has_kernel_for_dispatch_key") and _has(torch._C, "DispatchKey")
 _has_kernels = _has_keys and _has(torch.ops.aten.dropout.default, "_op_dk")
-is_composite: Callable[[Any], bool] = _is_composite if _has_kernels else _is_dropout
+is_composite: Callable[[Any], bool] = _is_composite if _has_kernels else _is_simple
 run_parts: Callable[[Any, tuple, Mapping[str, Any]], Any] = _run_parts if _has_kernels else _run_decomposition

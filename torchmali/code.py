@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
+from torchmali._torch import tree_map
 from torchmali.errors import NonRepeatableFieldError
 from torchmali.field.evaluate import Field
 from torchmali.solvers.base import Solver

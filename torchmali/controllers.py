@@ -15,6 +15,15 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
+from torchmali._torch import (
+    foreach_abs,
+    foreach_add,
+    foreach_div,
+    foreach_maximum,
+    foreach_mul,
+    foreach_norm,
+    foreach_sub,
+)
 from torchmali.errors import IncompatibleError, InvalidOptionError, NonFiniteError, StepLimitError, StepUnderflowError
 from torchmali.solution import short_repr
 from torchmali.solvers.base import Attempt, Slope, Solver
@@ -28,7 +37,7 @@ Norm = Callable[[Tensors], Tensor]
 def rms_norm(x: Tensors) -> Tensor:
     """Root mean square over all elements of all leaves."""
     n = sum(leaf.numel() for leaf in x)
-    norms = torch._foreach_norm(x)
+    norms = foreach_norm(x)
     total = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
     return total / math.sqrt(max(n, 1))
 
@@ -281,9 +290,9 @@ class AdaptiveStepState(AdaptiveControllerState):
             x, z0, z1 = (tuple(leaves[i] for i in self.controlled) for leaves in (x, z0, z1))
         if not x:
             return torch.zeros(())
-        scale = torch._foreach_maximum(torch._foreach_abs(z0), torch._foreach_abs(z1))
-        scale = torch._foreach_add(torch._foreach_mul(scale, self.rtol), self.atol)
-        return checked_norm(self.controller.norm, tuple(torch._foreach_div(x, scale)))
+        scale = foreach_maximum(foreach_abs(z0), foreach_abs(z1))
+        scale = foreach_add(foreach_mul(scale, self.rtol), self.atol)
+        return checked_norm(self.controller.norm, tuple(foreach_div(x, scale)))
 
     @torch.no_grad()
     def _first_step(self, start: SolveStart) -> float:
@@ -295,7 +304,7 @@ class AdaptiveStepState(AdaptiveControllerState):
         size = min(size, abs(span))
         h = math.copysign(size, span)
         f1 = start.f(start.t0 + h, combine(z0, (h,), (f0,)))
-        d2 = float(self._scaled(torch._foreach_sub(f1, f0), z0, z0)) / size
+        d2 = float(self._scaled(foreach_sub(f1, f0), z0, z0)) / size
         steepest = max(d1, d2)
         if not 1e-15 < steepest < math.inf:
             return min(abs(span), max(1e-6, 1e-3 * size))

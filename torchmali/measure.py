@@ -7,7 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from torchmali._torch import TorchDispatchMode, storage_key
 
 
 class LiveBytes(TorchDispatchMode):
@@ -36,7 +37,7 @@ class LiveBytes(TorchDispatchMode):
         if not isinstance(x, torch.Tensor):
             return
         storage = x.untyped_storage()
-        key = storage._cdata
+        key = storage_key(storage)
         if key not in self._known:
             size = storage.nbytes() if is_new else 0
             self._known.add(key)

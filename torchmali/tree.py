@@ -6,19 +6,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch.utils._pytree as pytree
 from torch import Tensor
+
+from torchmali._torch import TreeSpec, tree_map, tree_structure, tree_unflatten
 
 
 @dataclass(frozen=True)
 class Structure:
     """The shape of a nested tuple, list or dict, without its leaves."""
 
-    spec: pytree.TreeSpec
+    spec: TreeSpec
 
     @staticmethod
     def of(tree: Any) -> Structure:
-        return LEAF if type(tree) is Tensor else Structure(pytree.tree_structure(tree))
+        return LEAF if type(tree) is Tensor else Structure(tree_structure(tree))
 
     def flatten(self, tree: Any) -> tuple:
         """The leaves of a tree of this structure, dicts in this structure's order; else a ValueError.
@@ -35,13 +36,13 @@ class Structure:
             raise ValueError(f"{sketch(tree)} instead of {sketch(wanted)}") from None
 
     def rebuild(self, leaves: Sequence) -> Any:
-        return pytree.tree_unflatten(leaves, self.spec)
+        return tree_unflatten(leaves, self.spec)
 
     def __reduce__(self) -> tuple:
         return Structure.of, (self.rebuild(range(self.spec.num_leaves)),)  # a spec warns when it is unpickled
 
 
-LEAF = Structure(pytree.tree_structure(None))
+LEAF = Structure(tree_structure(None))
 
 
 def _aligned(tree: Any, wanted: Any) -> Iterator[Any]:
@@ -61,4 +62,4 @@ def _aligned(tree: Any, wanted: Any) -> Iterator[Any]:
 
 def sketch(tree: Any) -> str:
     """A tree as text, with stars for leaves: {'a': (*, *), 'b': *}."""
-    return repr(pytree.tree_map(lambda _: "*", tree)).replace("'*'", "*")
+    return repr(tree_map(lambda _: "*", tree)).replace("'*'", "*")

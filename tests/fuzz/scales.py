@@ -15,7 +15,7 @@ FACTOR times the largest of: the error of these lines in the leaf's own dtype, a
 move; or once the effect of noise of the same sign in every move, as round-off is where moves are equal. The noise is an
 ulp of each element. In a leaf with one exponent it is the spacing of the leaf, as far as the rule by which a leaf gets
 exponents for its elements lets small elements share it (`bits_lacking`). Elements are as large as they were within the
-last 16 evaluations, between which nobody looks.
+last 8 evaluations, between which nobody looks.
 
 Steps resolve the rates (|h rate| <= 4), but for one case in 20, which is judged by its bits alone. Outcomes: "agrees";
 "refused" (by floats, too); "failed" (anything else).

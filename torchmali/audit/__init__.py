@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 import torchmali.errors as errors
+from torchmali._torch import tree_leaves
 from torchmali.audit.advise import YOURS, Audit
 from torchmali.audit.budget import Budget, OutOfTime, Progress
 from torchmali.audit.measure import Bench

@@ -7,9 +7,8 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 
-from torch.utils._pytree import tree_leaves
-
 import torchmali.errors as errors
+from torchmali._torch import tree_leaves
 from torchmali.audit.advise import Audit
 from torchmali.audit.budget import Budget, OutOfTime, Progress
 from torchmali.audit.problem import Problem

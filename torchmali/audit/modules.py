@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
 
+from torchmali._torch import tree_leaves, tree_map
 from torchmali.audit.problem import Problem
 from torchmali.audit.rows import Method
 from torchmali.controllers import AdaptiveStep, StepController

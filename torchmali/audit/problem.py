@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
 
 import torchmali.errors as errors
+from torchmali._torch import buffers_of, put_buffers, tree_leaves, tree_map
 from torchmali.audit.budget import until
 from torchmali.audit.double import InDouble
 from torchmali.controllers import StepController
@@ -131,7 +131,8 @@ def _leaf(x: Any, dtype: torch.dtype | None = None) -> Any:
 def left_as_it_was(root: Any) -> Iterator[None]:
     """Attributes and buffers of the modules in root are afterwards what they were before."""
     _, modules = find_parameters_and_modules(root)
-    kept = [(m, dict(vars(m)), dict(m._buffers)) for m in modules if isinstance(m._buffers, dict)]  # else a script's
+    plain = [m for m in modules if isinstance(buffers_of(m), dict)]  # a script's are none
+    kept = [(m, dict(vars(m)), dict(buffers_of(m))) for m in plain]
     values = [(b, b.detach().clone()) for m in modules for b in m.buffers(recurse=False)]
     try:
         yield
@@ -139,7 +140,7 @@ def left_as_it_was(root: Any) -> Iterator[None]:
         for m, attributes, buffers in kept:
             vars(m).clear()
             vars(m).update(attributes)
-            m._buffers.update(buffers)
+            put_buffers(m, buffers)
         for b, value in values:
             if not torch.equal(b, value):
                 b.detach().copy_(value)

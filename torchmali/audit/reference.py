@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
+from torchmali._torch import tree_leaves
 from torchmali.audit.budget import OutOfTime, Progress
 from torchmali.audit.problem import DIFFICULTIES, Problem
 from torchmali.audit.show import brief, short

@@ -23,9 +23,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd.graph import increment_version
 
+from torchmali._torch import buffers_of, is_wrapped, n_changes, put_buffer
 from torchmali.errors import InvalidFieldError, InvalidOptionError, NonRepeatableFieldError
 from torchmali.field.randomness import Draws, First, Redirected, Refused, Source
 
@@ -49,11 +49,7 @@ class Buffer(NamedTuple):
         return id(self.module)
 
     def put(self, x: Tensor | None) -> None:
-        buffers = self.module._buffers
-        if type(buffers) is dict and self.name in buffers:
-            buffers[self.name] = x  # as setattr, which takes its time
-        elif self.tensor is not x:
-            setattr(self.module, self.name, x)
+        put_buffer(self.module, self.name, x)
 
     @property
     def can_be_undone(self) -> bool:
@@ -95,7 +91,7 @@ Changeable = Buffer | Loose
 
 def version_of(x: Tensor) -> int | None:
     """How often x was changed in place; None for a tensor of inference mode, which does not count."""
-    return None if x.is_inference() else x._version
+    return None if x.is_inference() else n_changes(x)
 
 
 class Value(NamedTuple):
@@ -189,7 +185,7 @@ class Environment:
     @contextlib.contextmanager
     def first_evaluation(self, may_differentiate: bool = True) -> Iterator[None]:
         """Find out what f does beside returning something."""
-        holders = [m for m in self.modules if m._buffers]
+        holders = [m for m in self.modules if buffers_of(m)]
         found: list[Changeable] = [Buffer(m, name) for m in holders for name, _ in m.named_buffers(recurse=False)]
         there = [(x, tensor) for x in [*found, *self.loose] if (tensor := x.tensor) is not None]
         with_residuals = [(x, Value.of(tensor, x.can_be_undone)) for x, tensor in there]
@@ -394,12 +390,16 @@ def _restore(values: Iterable[tuple[Changeable, Value | None]]) -> None:
     for x, value in values:
         x.put(None if value is None else value.tensor)
         # One that overlaps itself, as an expanded one does, cannot be written to, not by f either.
-        if value is None or value.copy is None or torch._debug_has_internal_overlap(value.tensor) == 1:
+        if value is None or value.copy is None or _overlaps_itself(value.tensor):
             continue
         is_counted = version_of(value.tensor) != value.version
         value.tensor.data.copy_(value.copy)  # data: a BatchNorm saves its statistics for its own backward
         if is_counted:  # a graph that holds what f made of it must not take this for it
             increment_version(value.tensor)
+
+
+def _overlaps_itself(x: Tensor) -> bool:
+    return any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape, strict=True))
 
 
 def _restore_changed(values: Iterable[tuple[Changeable, Value]]) -> None:
@@ -422,5 +422,5 @@ def _has_values(x: Tensor) -> bool:
 
 def _is_plain(x: Tensor) -> bool:
     """Not one that could not be copied and compared: a subclass, a sparse one, or one within torch.func."""
-    wrapped = is_functorch_wrapped_tensor(x)
+    wrapped = is_wrapped(x)
     return type(x) is Tensor and _has_values(x) and not x.is_quantized and not wrapped

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
+from torchmali._torch import is_of_freed_graph, lacks_graph, lend_parameter, n_changes, parameters_of, run_backward
 from torchmali.errors import InvalidFieldError, InvalidOptionError, NonRepeatableFieldError, warn
 from torchmali.field.environment import Environment, version_of
 from torchmali.field.graph import forgotten_leaves, leaf_of, nodes_behind
@@ -21,8 +22,6 @@ from torchmali.state.vectors import Leaves, Tensors, Time
 from torchmali.tree import Structure
 
 F = TypeVar("F", bound="Field")
-# torch.autograd.grad without its checks of the arguments: they are a good part of the VJP of a small f.
-_run_backward = torch.autograd.Variable._execution_engine.run_backward
 
 
 class Field:
@@ -74,7 +73,9 @@ class Field:
         self.theta = [*(self.arg_leaves[i] for i in self.slots), *theta]
         self.originals = [weakref.ref(p) for p in theta]  # saved ones may come back as other objects
         places = {id(p): i for i, p in enumerate(theta)}
-        self.held = [(m, name, places[id(p)]) for m in modules for name, p in m._parameters.items() if id(p) in places]
+        self.held = [
+            (m, name, places[id(p)]) for m in modules for name, p in parameters_of(m).items() if id(p) in places
+        ]
         self.signature = [(z.shape, z.dtype) for z in z0]
         self.device = z0[0].device
         self.t_dtype = max((z.dtype for z in z0), key=lambda dtype: dtype.itemsize)
@@ -85,7 +86,7 @@ class Field:
         self.looks_for_leaves = looks_for_leaves  # warn, once, of leaves that would get no gradient
         self.told: set[int] = set()  # of these
         self.inputs: tuple[Tensor, Tensors] | None = None  # t, z of the first evaluation, while leaves are looked for
-        self.returned: list[tuple[weakref.ref, int]] = []  # by the first evaluation, and their versions
+        self.returned: list[tuple[weakref.ref, int | None]] = []  # by the first evaluation, and their versions
         self.needs_care, self.needs_graph, self.n_careful = True, False, 0  # as the first evaluations show
         self.n_evals = self.n_vjps = 0
         self.fingerprint: Tensor | None = None  # of its first value
@@ -132,9 +133,9 @@ class Field:
         self.n_evals += 1
         if self.is_leaf:
             (y,) = z
-            version = None if y.is_inference() else y._version
+            version = None if y.is_inference() else n_changes(y)
             u = (self.func(self.time(t), y, *self.args),)
-            if version is not None and y._version != version:
+            if version is not None and n_changes(y) != version:
                 raise_for_change(self.called)
         else:
             versions = [version_of(x) for x in z]
@@ -165,9 +166,9 @@ class Field:
         if is_first and (around.modules or self.looks_for_leaves):
             self.fingerprint = _fingerprint(u)
         if is_first:
-            self.returned = [(weakref.ref(x), x._version) for x in u if not x.is_inference()]
+            self.returned = [(weakref.ref(x), n_changes(x)) for x in u if not x.is_inference()]
         elif self.returned:
-            is_kept = all((x := there()) is None or x._version == version for there, version in self.returned)
+            is_kept = all((x := there()) is None or n_changes(x) == version for there, version in self.returned)
             if not is_kept:
                 raise InvalidFieldError(
                     f"{self.called} overwrites what it returned before: let it return a new tensor."
@@ -185,7 +186,7 @@ class Field:
             try:
                 return evaluate(t, z)
             except RuntimeError as error:
-                if "does not require grad" not in str(error) or _is_followed(z):
+                if not lacks_graph(error) or _is_followed(z):
                     raise
             self.needs_graph = True
             self.n_evals -= 1
@@ -289,14 +290,13 @@ class Field:
         """torch.func.functional_call lends parameters to a module for the forward pass only: they are lent again."""
         theta, moved = self.theta[len(self.slots) :], []
         for module, name, i in self.held:
-            if (now := module._parameters[name]) is not self.originals[i]():
-                moved.append((module._parameters, name, now))
-                module._parameters[name] = theta[i]
+            if parameters_of(module)[name] is not self.originals[i]():
+                moved.append(lend_parameter(module, name, theta[i]))
         try:
             yield
         finally:
-            for parameters, name, now in moved:
-                parameters[name] = now
+            for undo in moved:
+                undo()
 
     def _leaves(self, u: Any) -> Tensors:
         try:
@@ -382,9 +382,9 @@ class Field:
             return [None] * len(inputs)
         options = False, False, tuple(inputs), True  # retain and create graph, inputs, allow unused
         try:
-            return list(_run_backward(tuple(ends), tuple(starts), *options, accumulate_grad=False))
+            return list(run_backward(tuple(ends), tuple(starts), *options, accumulate_grad=False))
         except RuntimeError as error:
-            if "second time" not in str(error):
+            if not is_of_freed_graph(error):
                 raise
             raise InvalidFieldError(
                 f"{self.called} reads a tensor that was computed outside it from its own parameters, and each step "

@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
+from torchmali._torch import hooks_of
+
 
 class Quiet:
     """A hook that is not called in backward passes of solves, each in its own thread. Other threads do not notice."""
@@ -28,7 +30,7 @@ def without_hooks(tensors: Sequence[Tensor]) -> Iterator[None]:
     """Hooks on parameters are for their whole gradient, which autograd shows them; not for the share of each step."""
     # Autograd itself holds the dict of a tensor with a history, and another thread may be about to call what is in it:
     # the hooks stay there, but keep quiet in this thread.
-    hooked = [hooks for x in tensors if (hooks := x._backward_hooks)]
+    hooked = [hooks for x in tensors if (hooks := hooks_of(x))]
     retained = [(x, x.grad) for x in tensors if x.retains_grad]
     if not hooked and not retained:
         yield

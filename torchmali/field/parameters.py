@@ -9,6 +9,8 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
+from torchmali._torch import is_replica, parameters_of
+
 MANY = 1000  # entries: a global container beyond this is data
 
 
@@ -60,9 +62,9 @@ class Search:
     def _into_module(self, x: nn.Module, deep: bool) -> None:
         for module in x.modules():
             self.modules[id(module)] = module
-            parameters = (p for p in module._parameters.values() if p is not None and p.requires_grad)
+            parameters = (p for p in parameters_of(module).values() if p is not None and p.requires_grad)
             self.found.update((id(p), p) for p in parameters)
-        if getattr(x, "_is_replica", False):  # DataParallel's copies hold their parameters as plain attributes
+        if is_replica(x):  # DataParallel's copies hold their parameters as plain attributes
             self.look(tuple(p for m in x.modules() for p in vars(m).values() if isinstance(p, Tensor)), True)
 
     def _into_sequence(self, x: Any, deep: bool) -> None:

@@ -16,17 +16,12 @@ from typing import Any
 import torch
 from torch import Generator, Tensor
 from torch.utils import checkpoint
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _get_current_dispatch_mode_stack,
-    _len_torch_dispatch_stack,
-    _pop_mode,
-    _push_mode,
-)
 
+from torchmali._torch import Mode, dispatch_modes, is_composite, run_parts, schema_of
 from torchmali.errors import NonRepeatableFieldError
 
 aten = torch.ops.aten
+OpOverload = type(aten.add.Tensor)
 Rule = Callable[["Redirected", Any, tuple, Mapping[str, Any]], Any]  # (mode, operation, args, kwargs) -> result
 
 DRAWS_SOMETIMES = (
@@ -165,34 +160,7 @@ def _number(generator: Generator) -> int:
     return int(torch.empty((), dtype=torch.int64, device=generator.device).random_(generator=generator))
 
 
-class _Mode(TorchDispatchMode):
-    """A dispatch mode that does without PyTorch's global flags, which are not safe with several threads.
-
-    torch.compile goes on under it: the code that it makes shows its random operations to the mode.
-    """
-
-    supports_higher_order_operators = True
-
-    def __init__(self):
-        pass  # what the base class sets up here is for its own __enter__
-
-    def __enter__(self) -> Any:
-        _push_mode(self)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        _pop_mode(None)
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # it would import all of torch.compile, which takes a second
-
-
-class Operations(_Mode):
+class Operations(Mode):
     """Operations in the order in which they are called, as a list; without the detachments that autograd adds."""
 
     def __init__(self):
@@ -204,7 +172,7 @@ class Operations(_Mode):
         return func(*args, **kwargs) if kwargs else func(*args)
 
 
-class Redirected(_Mode):
+class Redirected(Mode):
     """Random operations draw from `draws`."""
 
     def __init__(self, draws: Draws):
@@ -312,9 +280,7 @@ def _frames() -> Iterator[Any]:
 
 def _innermost() -> Redirected | None:
     """The mode of the evaluation in which this thread is."""
-    if not _len_torch_dispatch_stack():
-        return None
-    modes = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, Redirected)]
+    modes = [mode for mode in dispatch_modes() if isinstance(mode, Redirected)]
     return modes[-1] if modes else None
 
 
@@ -329,14 +295,14 @@ def rule_of(op: Any) -> Rule | None:
 
 
 def _made_rule(op: Any) -> Rule | None:
-    if not isinstance(op, torch._ops.OpOverload):
+    if not isinstance(op, OpOverload):
         return run_higher_order
-    if torch.Tag.nondeterministic_seeded not in op.tags or op._schema.name in HARMLESS:
+    if torch.Tag.nondeterministic_seeded not in op.tags or schema_of(op).name in HARMLESS:
         return None
-    names = [x.name for x in op._schema.arguments]
+    names = [x.name for x in schema_of(op).arguments]
     if "generator" in names:
         return _Given(names.index("generator"), "training" in names)
-    if torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd"):
+    if is_composite(op):
         return decompose
     if op in LIKE:
         return fill_like
@@ -377,10 +343,10 @@ class _Twin:
 def _with_generator(op: Any) -> Any:
     """The overload with the same arguments and a generator."""
     packet = op.overloadpacket
-    wanted = [(x.name, str(x.type)) for x in op._schema.arguments]
+    wanted = [(x.name, str(x.type)) for x in schema_of(op).arguments]
     for name in packet.overloads():
         other = getattr(packet, name)
-        arguments = [(x.name, str(x.type)) for x in other._schema.arguments]
+        arguments = [(x.name, str(x.type)) for x in schema_of(other).arguments]
         if [x for x in arguments if x[0] != "generator"] == wanted and len(arguments) == len(wanted) + 1:
             return other
     return None
@@ -395,7 +361,7 @@ def _is_idle(op: Any, args: tuple, kwargs: Mapping[str, Any]) -> bool:
 
 def _values(op: Any, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a call by name, with defaults."""
-    arguments = op._schema.arguments
+    arguments = schema_of(op).arguments
     values = {x.name: x.default_value for x in arguments if x.has_default_value()}
     values.update(zip([x.name for x in arguments], args, strict=False))
     values.update(kwargs)
@@ -404,8 +370,8 @@ def _values(op: Any, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 def decompose(mode: Redirected, op: Any, args: tuple, kwargs: Mapping[str, Any]) -> Any:
     """Rule of an operation made of others (F.dropout in inference mode): those are looked at."""
-    with mode:  # the kernel in C++: decompositions in Python differ in what they draw (that of a GRU has no dropout)
-        return op._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+    with mode:
+        return run_parts(op, args, kwargs)
 
 
 LIKE: dict[Any, Callable[..., Tensor]] = {

@@ -20,6 +20,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from torchmali._torch import foreach_norm
 from torchmali.field.evaluate import Field
 from torchmali.gradients.base import (
     GradientMethod,
@@ -380,7 +381,7 @@ class BackwardPass:
 
 
 def _norm(x: Sequence[Tensor | None]) -> Tensor:
-    norms = torch._foreach_norm([leaf for leaf in x if leaf is not None])
+    norms = foreach_norm([leaf for leaf in x if leaf is not None])
     return torch.stack([norm.to(norms[0]) for norm in norms]).norm()
 
 

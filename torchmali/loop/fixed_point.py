@@ -27,7 +27,6 @@ from torchmali.state.integers import BITS, LIMIT, extremes, ldexp, magnitudes, m
 from torchmali.state.vectors import Tensors, Time, number
 from torchmali.tape import Rescale
 
-LOOK_PERIOD = 16  # evaluations of f between two looks at the mixture of scales
 MAX_REFRESHES = 4  # evaluations of one refresh, each on a coarser grid
 
 
@@ -64,7 +63,7 @@ class FixedPointLoop(Loop):
         super().__init__(job)
         self.n_careful = 0  # steps to come that are taken with careful moves
         self.unread: list[Seen] = []  # of the steps since the last reading
-        self.n_reflects = LOOK_PERIOD  # since the last look at the mixture of scales: the first reading is one
+        self.n_reflects = PERIOD  # since the last look at the mixture of scales: the first reading is one
         self.sizes_of_v: list[float] = []  # upper limits of its integers at the last reading
         self.time = 1.0  # of PERIOD steps like the last one
         self.started: list[Seen] = []  # of the attempt at hand
@@ -135,7 +134,7 @@ class FixedPointLoop(Loop):
         measured = self.measure(t1, attempt, residuals, plan)
         first = [] if measured.ratio is None else [measured.ratio]
         last = [] if measured.alternation is None else [measured.alternation]
-        looks = self.n_reflects >= LOOK_PERIOD or is_careful
+        looks = self.n_reflects >= PERIOD or is_careful
         values = read([*first, *self._ends(attempt.state), *self._signs(attempt.state, looks), *last])
         error, values = values[0], values[len(first) :]
         alternates = bool(last) and not values[-1] >= 0

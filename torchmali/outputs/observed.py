@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchmali._torch import uncompiled
 from torchmali.errors import InvalidFieldError
 from torchmali.field.environment import version_of
 from torchmali.field.evaluate import Field, raise_for_change
@@ -141,7 +142,8 @@ class Observer(Field):
 
 def _takes_k(func: Any) -> bool:
     """Whether there is a third argument that it cannot do without, or that is called k."""
-    for wrapped in ("_orig_mod", "module", "forward"):  # of torch.compile, of DistributedDataParallel, of a module
+    func = uncompiled(func)
+    for wrapped in ("module", "forward"):  # of DistributedDataParallel, of a module
         func = getattr(func, wrapped, func)
     try:
         parameters = list(inspect.signature(func).parameters.values())

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchmali._torch import foreach_add_
 from torchmali.state.base import State
 from torchmali.state.vectors import Tensors, Time
 
@@ -90,7 +91,7 @@ def accumulate(total: list, grads: Any, scale: float = 1.0) -> None:
     if not grads:
         return
     try:
-        torch._foreach_add_(total, grads, alpha=scale)
+        foreach_add_(total, grads, alpha=scale)
     except TypeError:  # there is a gap
         for i, g in enumerate(grads):
             if g is not None:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from torchmali._torch import foreach_add_, foreach_mul_, foreach_zero_
 from torchmali.errors import InvalidOptionError
 from torchmali.field.evaluate import Field
 from torchmali.solution import short_repr
@@ -64,8 +65,8 @@ class Reversible(AugmentedSolver):
         return 1.0  # v is the other copy of z
 
     def pull_start(self, f: Field, t: Time, state: State, a: Cotangent) -> tuple[State, Time | None]:
-        torch._foreach_add_(a.z, a.v)
-        torch._foreach_zero_(a.v)
+        foreach_add_(a.z, a.v)
+        foreach_zero_(a.v)
         return state.with_slope(state.point), None
 
     def step(self, f: Slope, t0: Time, t1: Time, state: State, carry: Tensors | None, adaptive: bool) -> Attempt:
@@ -113,14 +114,14 @@ class Reversible(AugmentedSolver):
         """Over z1 = z - psi(y1): afterwards a.z is all of dL/dy1."""
         g, (dt1, dt0) = back.pull([-x for x in a.v], a)
         a.add_to_times(dt0, dt1)
-        torch._foreach_add_(a.z, g)
+        foreach_add_(a.z, g)
 
     def _pull_forth_half(self, forth: _Increment, a: Cotangent) -> None:
         """Over y1 = lam y + (1 - lam) z + psi(z)."""
         g, (dt0, dt1) = forth.pull(a.z, a)
-        torch._foreach_add_(a.v, a.z, alpha=1 - self.coupling)
-        torch._foreach_add_(a.v, g)
-        torch._foreach_mul_(a.z, self.coupling)
+        foreach_add_(a.v, a.z, alpha=1 - self.coupling)
+        foreach_add_(a.v, g)
+        foreach_mul_(a.z, self.coupling)
         a.add_to_times(dt0, dt1)
 
     def _recorded(self, f: Field, t0: Any, t1: Any, y: Tensors) -> _Increment:

@@ -18,8 +18,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate as running_sums
 from typing import Any, NamedTuple
 
-import torch
-
+from torchmali._torch import foreach_zero_
 from torchmali.errors import InvalidOptionError
 from torchmali.field.evaluate import Field, Recorded
 from torchmali.solution import short_repr
@@ -173,7 +172,7 @@ class Leapfrog(AugmentedSolver):
     def pull_start(self, f: Field, t: Time, state: State, a: Cotangent) -> tuple[State, Time | None]:
         u, g, g_t = f.linearize(t, state.point, a.v)
         accumulate(a.sums, g)
-        torch._foreach_zero_(a.v)
+        foreach_zero_(a.v)
         return state.with_slope(u), g_t
 
     def step(self, f: Slope, t0: Time, t1: Time, state: State, carry: Tensors | None, adaptive: bool) -> Attempt:

@@ -46,14 +46,14 @@ Exponent: TypeAlias = "int | Tensor"  # of a leaf, or int16 of each of its eleme
 Bits: TypeAlias = "list[int | Tensor]"  # for each leaf of z, then for each leaf of v
 MIDDLE, PACKED = {torch.float32: 24, torch.float64: 0}, {torch.float32: torch.int8, torch.float64: torch.int16}
 SLACK = 1  # bits by which the largest element may exceed BITS before it gets a coarser grid
-FINER = 2  # bits that the largest element may lack before it gets a finer grid
+FINER = 2  # bits that it may lack before it gets a finer one
 # A leaf mixes scales if all elements of a slice lack so many bits of a float's mantissa,
 LACKING = 3
 # or if more than a share of its elements lack so many, or a single one of n elements 7 + log2(n) / 2: z and v of one
 # element are both small by chance beside those of many others, the more likely the more there are.
 LACKING_SHARE, SHARE, LACKING_ONE = 6, 1 / 64, 7
 N_SIGNS = 5
-PERIOD = 8  # steps between two readings of the range
+PERIOD = 8  # steps between two readings of the range; evaluations between two looks at the mixture of scales
 
 
 class Shift(NamedTuple):
@@ -391,15 +391,15 @@ class FixedPoint(RewindableState):
         return max(excess, k - FINEST[real]) if joint and excess < -FINER else max(0, k - FINEST[real])
 
     def _is_unsuited(self, i: int, signs: Signs) -> bool:
-        word, real = self.z[i].dtype, self.reals[i]
+        word = self.z[i].dtype
         is_large = max(_excess(signs.z, word), _excess(signs.v, word)) > SLACK
-        return is_large or signs.smallest < 2.0 ** MANTISSA[real]
+        return is_large or signs.smallest < 2.0 ** (BITS[word] - FINER)
 
     def _bits_of_elements(self, i: int, x: Tensor, joint: Tensor, k: Exponent) -> Tensor:
         """Bits for each element: none for those that are neither too large nor lack any."""
         word, real = self.z[i].dtype, self.reals[i]
         large, small = exponent(x) - BITS[word], exponent(joint) + k - BITS[word]
-        bits = torch.where(small < -self._spare(i), small, 0)
+        bits = torch.where(small < -FINER, small, 0)
         bits = torch.where(large > SLACK, large, bits)
         finest: Any = k - FINEST[real]
         return torch.maximum(bits, torch.as_tensor(finest, dtype=bits.dtype, device=bits.device))
@@ -550,7 +550,7 @@ def signs_of(point: Tensor, slope: Tensor, time: float, grid: Tensor | None, spa
     # Each beside the largest of its kind: a single element with a small z and a large v only passes through zero.
     # (fmax passes over the nan of a leaf in which all are zero; a quotient of zero may be too small for a float.)
     relative = torch.fmax(point / of_point, slope / of_slope)
-    relative = torch.where((point > 0).logical_or_(slope > 0), relative, 1.0)
+    relative = torch.where(near > 0, relative, 1.0)
     n_lacking = (relative < 2.0 ** -(spare + LACKING_SHARE)).sum().to(point.dtype)
     return torch.stack([of_point, of_slope, smallest_slice, n_lacking, relative.amin()])
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from torchmali._torch import foreach_lerp, foreach_lerp_
 from torchmali.state.base import Deviation, RewindableState, Snapshot
 from torchmali.state.vectors import Tensors, add_, added, rows
 
@@ -43,9 +44,9 @@ class Floats(RewindableState):
 
     def reflect(self, u: Tensors, eta: float) -> Floats:
         if self.owns_slope:
-            torch._foreach_lerp_(self.slope, u, 2 * eta)
+            foreach_lerp_(self.slope, u, 2 * eta)
         else:
-            self.slope, self.owns_slope = tuple(torch._foreach_lerp(self.slope, u, 2 * eta)), True
+            self.slope, self.owns_slope = tuple(foreach_lerp(self.slope, u, 2 * eta)), True
         return self
 
     @classmethod

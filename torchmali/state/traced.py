@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import torch
-
+from torchmali._torch import foreach_lerp
 from torchmali.state.base import State
 from torchmali.state.vectors import Tensors, Time, combine
 
@@ -30,4 +29,4 @@ class Traced(State):
         return Traced(combine(self.point, (e,), (self.slope,)), self.slope)
 
     def reflect(self, u: Tensors, eta: float) -> Traced:
-        return Traced(self.point, tuple(torch._foreach_lerp(self.slope, u, 2 * eta)))
+        return Traced(self.point, tuple(foreach_lerp(self.slope, u, 2 * eta)))

@@ -9,6 +9,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from torchmali._torch import foreach_add, foreach_add_, foreach_mul, foreach_mul_, foreach_neg_
+
 Tensors: TypeAlias = tuple[Tensor, ...]
 Leaves: TypeAlias = "tuple[Tensor, ...] | list[Tensor]"
 Time: TypeAlias = "float | Tensor"  # tensors only where autograd follows the times (Naive)
@@ -28,11 +30,11 @@ def combine(z: Tensors | None, weights: Sequence[Any], ks: Sequence[Tensors]) ->
         return total or ()
     numbers = [number(w) for w in weights]
     if z is None:
-        out = torch._foreach_mul(ks[0], numbers[0])
+        out = foreach_mul(ks[0], numbers[0])
     else:
-        out = torch._foreach_add(z, ks[0], alpha=numbers[0])
+        out = foreach_add(z, ks[0], alpha=numbers[0])
     for w, k in zip(numbers[1:], ks[1:], strict=True):
-        torch._foreach_add_(out, k, alpha=w)
+        foreach_add_(out, k, alpha=w)
     for w, n, k in zip(weights, numbers, ks, strict=True):
         if isinstance(w, Tensor):  # (w - n) k is zero, and has the derivatives that n k lacks
             out = [x + scaled(y, w - n) for x, y in zip(out, k, strict=True)]
@@ -53,7 +55,7 @@ def added(x: Leaves, y: Leaves, alpha: float) -> Tensors:
     """x + alpha y. The plain call is cheaper than a foreach over one small leaf."""
     if len(x) == 1:
         return (x[0].add(y[0], alpha=alpha),)
-    return tuple(torch._foreach_add(x, y, alpha=alpha))
+    return tuple(foreach_add(x, y, alpha=alpha))
 
 
 def add_(x: Leaves, y: Leaves, alpha: float) -> None:
@@ -61,15 +63,15 @@ def add_(x: Leaves, y: Leaves, alpha: float) -> None:
     if len(x) == 1:
         x[0].add_(y[0], alpha=alpha)
     else:
-        torch._foreach_add_(x, y, alpha=alpha)
+        foreach_add_(x, y, alpha=alpha)
 
 
 def scale_(x: Leaves, factor: float) -> None:
     """x *= factor. A change of sign is cheaper than a product with a number."""
     if factor == -1:
-        torch._foreach_neg_(x)
+        foreach_neg_(x)
     else:
-        torch._foreach_mul_(x, factor)
+        foreach_mul_(x, factor)
 
 
 def rows(x: Tensor) -> Tensor:

@@ -38,13 +38,8 @@ class Stats:
 
     __repr__ = short_repr
 
-    def count_forward(self, **counts: Any) -> None:
-        """Fill in the counts of a forward pass."""
-        for name, value in counts.items():
-            setattr(self, name, value)
-
-    def count_backward(self, **counts: Any) -> None:
-        """Fill in the counts of a backward pass."""
+    def count(self, **counts: Any) -> None:
+        """Fill in counts, by name."""
         for name, value in counts.items():
             setattr(self, name, value)
 

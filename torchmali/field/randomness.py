@@ -210,7 +210,7 @@ class First(Redirected):
         self.eps = eps
         self.operations: list[Any] = []  # as in Operations
         self.is_within_rule = False
-        # The calls of this module and of field.py are more than the two that are left out here.
+        # The calls of this module and of evaluate.py are more than the two that are left out here.
         self.depth = sum(1 for _ in _frames()) - 2 if refuses_checkpoints else -1
         self.leaves_alone = draws.source.is_fresh and draws.source.given is None
 

@@ -123,7 +123,7 @@ class _Adjoint(torch.autograd.Function):
                     back.solve_to(k - 1)
         if not outputs.keeps_states:
             _warn_of_drift(Floats(back.z, back.z), Floats(z0, z0), ctx.controller)
-        ctx.stats.count_backward(n_evals_backward=f.n_evals, n_vjps=f.n_vjps)
+        ctx.stats.count(n_evals_backward=f.n_evals, n_vjps=f.n_vjps)
         a_t = None if t is None else torch.stack(back.a_t).to(t)
         return (None, None, None, a_t, *back.a, *back.a_theta, *back.a_observer)
 

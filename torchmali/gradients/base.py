@@ -81,7 +81,7 @@ def solve_forward(problem: Problem, z0: Tensors, times: Any, **how: Any) -> Solv
             stack.enter_context(function.environment.forward_pass())
         done = integrate(f, z0, times, problem.solver, problem.controller, outputs, **how)
     done.count(stats)
-    stats.count_forward(n_evals_forward=field.n_evals)
+    stats.count(n_evals_forward=field.n_evals)
     _raise_for_late_draws(problem, f, z0, times, how)
     return Solved(outputs.results(), stats, done)
 

@@ -135,9 +135,9 @@ class _Replay(torch.autograd.Function):
         # Gradients for f and the observer; nothing else here requires one.
         with f.backward_pass(*start), cotangents.outputs.backward_pass(*start), torch.enable_grad():
             _, a = passed.run(ctx.events, kept, state, passed.zero(state))
-        ctx.stats.count_backward(n_evals_backward=f.n_evals, n_vjps=f.n_vjps, n_reruns=passed.n_reruns)
+        ctx.stats.count(n_evals_backward=f.n_evals, n_vjps=f.n_vjps, n_reruns=passed.n_reruns)
         if method.inverts:
-            ctx.stats.count_backward(reconstruction_error=passed.drift)
+            ctx.stats.count(reconstruction_error=passed.drift)
         method.judge_backward(passed)
         a_t = torch.stack([f.time(x) for x in a.times]).to(t[0]) if f.wants_t else None
         return (None, None, None, a_t, *a.sums, *a.observer)

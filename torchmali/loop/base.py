@@ -70,7 +70,7 @@ class Integration(NamedTuple):
         """Fill in the counts of a forward pass."""
         events, tape = self.tape.events, self.tape
         sizes = [number(abs(event.t1 - event.t0)) for event in events if isinstance(event, Step)]
-        stats.count_forward(
+        stats.count(
             n_steps=tape.n_steps,
             n_rejected=self.n_rejected,
             n_checkpoints=len(tape.checkpoints),

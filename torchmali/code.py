@@ -11,6 +11,7 @@ from torch import Tensor
 
 from torchmali._torch import tree_map
 from torchmali.errors import NonRepeatableFieldError
+from torchmali.field.environment import in_forward_pass
 from torchmali.field.evaluate import Field
 from torchmali.solvers.base import Solver
 from torchmali.solvers.leapfrog import Leapfrog
@@ -51,9 +52,12 @@ class Code:
         def undo_step(step: Step, state: FixedPoint) -> State:
             return self.solver.inverse(f.as_in_backward, step.t0, step.t1, state)
 
-        with torch.no_grad(), f.environment.forward_pass():
-            start: FixedPoint = rewind(self.events, self.kept, end, undo_step)
-            true_start: Any = self.solver.refreshed(f.as_in_backward, self.t0, start)
+        def run() -> tuple[FixedPoint, Any]:
+            start = rewind(self.events, self.kept, end, undo_step)
+            return start, self.solver.refreshed(f.as_in_backward, self.t0, start)
+
+        with torch.no_grad():
+            start, true_start = in_forward_pass([f.environment], run)
         if start.deviation(true_start, true_start, 0.0).component != 0:
             raise NonRepeatableFieldError(
                 "This code was not made with this f: the start that it leads to has another v than f(t, y). f must be "

@@ -57,6 +57,8 @@ class Refresher:
         if policy == "auto" and isinstance(solver, Leapfrog):
             # Controllers read the host at every step anyway.
             self.period = 1 if adaptive else math.ceil(PERIOD / solver.n_reflects)
+            if n_steps is not None and n_steps * len(solver.scheme.observed) < N_VALUES:
+                self.period = 0  # there will not be enough values to judge
         self.n_to_come = n_steps
         self.first = self.period if n_steps is None else min(self.period, n_steps)
         self.n_steps = 0

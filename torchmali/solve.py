@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, ParamSpec, TypeVar
 
@@ -121,7 +122,10 @@ def solve(
     if not isinstance(args, tuple):
         raise InvalidOptionError(f"args must be a tuple of further arguments of f, as in args=(x,); got a {got}.")
     looks_for_leaves = torch.is_grad_enabled() and not isinstance(gradient, Naive)
-    field = Field(func, z0, structure, args, params, buffers, source, looks_for_leaves)
+    make_field = functools.partial(
+        Field, func, z0, structure, args, params, buffers, source, looks_for_leaves, gradient.compares_first_value
+    )
+    field = make_field(remembers=True)
     observer = None if observe is None else Observer(observe, z0, structure, source, looks_for_leaves)
     _check_processes(field, observer, solver, controller, gradient)
     for function in (field, observer):
@@ -135,7 +139,14 @@ def solve(
         outputs = outputs.again()  # the given object stays as it is
     wants_t = t_out.requires_grad or has_tangent(t_out)
     problem = Problem(field, z0, times, t_out if wants_t else None, solver, controller, outputs, return_code)
-    results, stats, done = gradient.solve(problem)
+    try:
+        results, stats, done = gradient.solve(problem)
+    except Exception as error:
+        if not field.was_misjudged(error):
+            raise
+        # f has changed since its behaviour was remembered: it is looked at again.
+        outputs = outputs.again()
+        results, stats, done = gradient.solve(replace(problem, field=make_field(), outputs=outputs))
     y, observed = outputs.solution(results)
     code = Code.of(done.state, done.tape, solver, structure, args) if return_code else None
     return Solution(t_out, structure.rebuild(y), stats, observed, code)

@@ -26,6 +26,8 @@ class Structure:
 
         A list may stand for a tuple and a tuple for a list.
         """
+        if self is LEAF:
+            return (tree,)
         try:
             return tuple(self.spec.flatten_up_to(tree))
         except ValueError:
@@ -36,6 +38,9 @@ class Structure:
             raise ValueError(f"{sketch(tree)} instead of {sketch(wanted)}") from None
 
     def rebuild(self, leaves: Sequence) -> Any:
+        if self is LEAF:
+            (tree,) = leaves
+            return tree
         return tree_unflatten(leaves, self.spec)
 
     def __reduce__(self) -> tuple:

@@ -9,6 +9,7 @@ import pytest
 CORE = Path(__file__).parents[2] / "torchmali"
 LAYERS = [  # a module may import those named before it
     "_torch",
+    "copies",
     "errors",
     "tree",
     "solution",
@@ -20,6 +21,8 @@ LAYERS = [  # a module may import those named before it
     "state.integers",
     "state.fixed_point",
     "tape",
+    "field.arguments",
+    "field.behaviour",
     "field.randomness",
     "field.environment",
     "field.graph",

@@ -185,9 +185,10 @@ def test_a_fixed_step_loop_reads_nothing_from_the_device(method, solver):
     for h in (0.2, 0.01):
         forward, backward, stats = host_reads(method, tm.FixedStep(h), solver)
         assert forward <= PER_SOLVE
-        # What was rebuilt is compared with the truth; with ACA the last step alone, in case that f is another one.
-        compared = {tm.Naive: 0, tm.ACA: 1, tm.MALI: 1 + stats.n_refreshes}
-        assert backward == compared[type(method)]
+        # What was rebuilt is compared with the truth; with ACA the last step alone, in case that f is another one. One
+        # read tells that all components are close, a second one how far the others are off.
+        compared = {tm.Naive: 0, tm.ACA: 1, tm.MALI: 1 + stats.n_refreshes}[type(method)]
+        assert compared <= backward <= 2 * compared
 
 
 @pytest.mark.parametrize("method", [tm.Naive(), tm.ACA(), tm.MALI()], ids=repr)

@@ -87,7 +87,7 @@ class Problem(NamedTuple):
         starts = [z.detach().clone() for z in z0]
         for z in starts[: self.n_starts]:
             z.requires_grad_()
-        args, params = tree_map(_leaf, self.args), field.theta[len(field.slots) :]
+        args, params = tree_map(_leaf, self.args), field.theta[len(field.arguments.slots) :]
         return self._replace(y0=structure.rebuild(starts), t=t, args=args, params=params)
 
     def in_double(self) -> Problem:

@@ -15,10 +15,9 @@ The first evaluation shows which of this f needs. An f that needs nothing pays n
 from __future__ import annotations
 
 import contextlib
-import copy
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,9 +25,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from torchmali._torch import buffers_of, is_wrapped, n_changes, put_buffer
+from torchmali.copies import copied
 from torchmali.errors import InvalidFieldError, InvalidOptionError, NonRepeatableFieldError
 from torchmali.field.randomness import Draws, First, Redirected, Refused, Source
 
+R = TypeVar("R")
 LARGE = 2**20  # bytes: a buffer beyond this is a table, not a statistic; f may read it, but not change it
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # to compare, by size
 SMALL = 2**16  # bytes: a tensor outside of modules up to this may be a statistic
@@ -178,9 +179,10 @@ class Environment:
     @property
     def synchronises(self) -> bool:
         """Whether an evaluation waits for the same evaluation in other processes."""
+        if not (dist.is_available() and dist.is_initialized()):
+            return False
         norms = [m for m in self.modules if isinstance(m, nn.SyncBatchNorm) and m.training]
-        is_parallel = dist.is_available() and dist.is_initialized()
-        return is_parallel and any(dist.get_world_size(norm.process_group) > 1 for norm in norms)
+        return any(dist.get_world_size(norm.process_group) > 1 for norm in norms)
 
     @contextlib.contextmanager
     def first_evaluation(self, may_differentiate: bool = True) -> Iterator[None]:
@@ -233,6 +235,16 @@ class Environment:
         if self.freezes:
             self.restore(self.at_first)
 
+    @property
+    def is_simple(self) -> bool:
+        """Whether there is nothing that evaluations could change or depend on beside modes and random numbers."""
+        return not (self.is_cast or self.loose or self.source.is_fresh or any(map(buffers_of, self.modules)))
+
+    def assume(self, eps: float, operations: list[Any]) -> None:
+        """Do without a look at the first evaluation: it is known to need no care. eps, operations: what it showed."""
+        self.eps, self.operations, self.at_first = eps, operations, []
+        self.modes = [m.training for m in self.modules]
+
     def try_again(self, mark: Mark) -> None:
         """Before a second try of an evaluation. mark: from before the first one."""
         if mark is None:
@@ -254,19 +266,6 @@ class Environment:
             self.restore(mark)
 
     @contextlib.contextmanager
-    def forward_pass(self) -> Iterator[None]:
-        """Around all evaluations of a forward pass. If it fails, buffers are as they were before."""
-        try:
-            with self._uncast():
-                yield
-        except BaseException:
-            self.restore(None)
-            raise
-        self._look_for_late_changes()
-        if self.is_cast:
-            torch.clear_autocast_cache()  # weights that were cast without a graph are no use to others
-
-    @contextlib.contextmanager
     def refusing_draws(self, called: str) -> Iterator[None]:
         """Around evaluations that draw nothing, or else are an error. Buffers are left as they were."""
         mode, places = self.mode, [*self.changing, *self.late]
@@ -278,28 +277,24 @@ class Environment:
             self.mode = mode
             _restore(zip(places, values, strict=True))
 
-    @contextlib.contextmanager
-    def backward_pass(self) -> Iterator[None]:
-        """Whatever f does beside is undone in the end."""
+    def begin_backward(self, stack: contextlib.ExitStack) -> None:
+        """Prepare a backward pass. When `stack` is closed, whatever f did beside is undone."""
         # torch.func.functional_call lends buffers to a module for the forward pass only: they are lent again.
-        moved = [(x, then, now) for x, then, _ in self.others if then is not None and (now := x.tensor) is not then]
-        for x, then, _ in moved:
-            x.put(then)
+        for x, then, _ in self.others:
+            if then is not None and (now := x.tensor) is not then:
+                x.put(then)
+                stack.callback(x.put, now)
         places = [*self.changing, *self.late]
-        values = _values(places)
-        try:
-            with self._uncast():
-                yield
-        finally:
-            _restore(zip(places, values, strict=True))
-            for x, _, now in moved:
-                x.put(now)
+        if places:
+            stack.callback(_restore, list(zip(places, _values(places), strict=True)))
+        if self._is_cast_now:
+            stack.enter_context(self._uncast())
 
     def for_backward(self) -> Environment:
         """A copy for one backward pass, with generators of its own."""
         if not self.draws:
             return self
-        around = copy.copy(self)
+        around = copied(self)
         around.random = self.random.copy()
         around.mode = Redirected(around.random)
         return around
@@ -321,22 +316,43 @@ class Environment:
         found = [f"{', '.join(sorted(modes))} went from train to eval mode, or back"] if modes else []
         return ", and ".join([*found, *([f"{', '.join(buffers)} changed"] if buffers else [])])
 
-    def _look_for_late_changes(self) -> None:
+    def end_forward(self) -> None:
+        """Look back at a forward pass that has come to its end."""
         changed = [x.holder for x, then, version in self.others if _has_changed(x.tensor, then, version)]
         if changed:  # then its neighbours may be changed without being counted, as the statistics of a BatchNorm are
             holders = set(changed)
             self.late = [x for x, _, _ in self.others if x.holder in holders and x.can_be_undone]
+        if self.is_cast:
+            torch.clear_autocast_cache()  # weights that were cast without a graph are no use to others
 
     def _as_cast(self) -> contextlib.AbstractContextManager:
         if not self.is_cast:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, self.dtype, cache_enabled=self.caches)
 
+    @property
+    def _is_cast_now(self) -> bool:
+        return self.is_cast or torch.is_autocast_enabled(self.device.type)
+
     def _uncast(self) -> contextlib.AbstractContextManager:
         """What is not f runs in its own precision; f's casts of its weights are cached for as long as this lasts."""
-        if not self.is_cast and not torch.is_autocast_enabled(self.device.type):
+        if not self._is_cast_now:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, enabled=False, cache_enabled=self.caches)
+
+
+def in_forward_pass(environments: Sequence[Environment], run: Callable[[], R]) -> R:
+    """run(), in which functions with these environments are evaluated. If it fails, buffers are as they were before."""
+    try:
+        with environments[0]._uncast():
+            result = run()
+    except BaseException:
+        for environment in environments:
+            environment.restore(None)
+        raise
+    for environment in environments:
+        environment.end_forward()
+    return result
 
 
 def _has_changed(x: Tensor | None, then: Tensor | None, version: int | None) -> bool:

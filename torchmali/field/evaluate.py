@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
 
 from torchmali._torch import is_of_freed_graph, lacks_graph, lend_parameter, n_changes, parameters_of, run_backward
+from torchmali.copies import copied
 from torchmali.errors import InvalidFieldError, InvalidOptionError, NonRepeatableFieldError, warn
+from torchmali.field.arguments import NO_ARGUMENTS, Arguments, normal
+from torchmali.field.behaviour import Behaviour, forget, recall, remember
 from torchmali.field.environment import Environment, version_of
 from torchmali.field.graph import forgotten_leaves, leaf_of, nodes_behind
-from torchmali.field.hooks import without_hooks
+from torchmali.field.hooks import silence_hooks
 from torchmali.field.parameters import search_of
 from torchmali.field.randomness import Operations, Source
 from torchmali.state.vectors import Leaves, Tensors, Time
@@ -45,17 +47,16 @@ class Field:
         buffers: str = "update",
         source: Source | None = None,
         looks_for_leaves: bool = False,
+        keeps_first_value: bool = False,
+        remembers: bool = False,
     ):
-        self.func, self.structure = func, structure
-        self.args_structure = Structure.of(args)
-        self.arg_leaves = tuple(map(_normal, self.args_structure.flatten(args)))
-        tensors = [i for i, x in enumerate(self.arg_leaves) if isinstance(x, Tensor)]
-        self.slots = [i for i in tensors if self.arg_leaves[i].requires_grad]
-        self.fixed_slots = [i for i in tensors if i not in self.slots]
-        rest = tuple(x for x in self.arg_leaves if not isinstance(x, Tensor))
-        search = search_of((func, rest))
+        self.func = self.original = func
+        self.structure = structure
+        self.arguments = Arguments(args) if args else NO_ARGUMENTS
+        rest = tuple(x for x in self.arguments.leaves if not isinstance(x, Tensor))
+        search = search_of((func, rest) if rest else func)
         found, modules = list(search.found.values()), list(search.modules.values())
-        loose = [*search.loose.values(), *(self.arg_leaves[i] for i in self.fixed_slots)]
+        loose = [*search.loose.values(), *self.arguments.fixed]
         found = found if params is None else list(params)
         listed = not isinstance(params, Tensor) and all(isinstance(p, Tensor) for p in found)
         if not listed:
@@ -69,8 +70,8 @@ class Field:
         behind = nodes_behind([node for root in roots for node, _ in root.next_functions], set())
         self.behind = {id(x) for x in map(leaf_of, behind)}
         theta = [p for p in unique.values() if id(p) not in self.behind and p.grad_fn not in behind]
-        self.args, self.is_leaf = self.args_structure.rebuild(self.arg_leaves), structure.spec.is_leaf()
-        self.theta = [*(self.arg_leaves[i] for i in self.slots), *theta]
+        self.args, self.is_leaf = self.arguments.args, structure.spec.is_leaf()
+        self.theta = [*self.arguments.moving, *theta]
         self.originals = [weakref.ref(p) for p in theta]  # saved ones may come back as other objects
         places = {id(p): i for i, p in enumerate(theta)}
         self.held = [
@@ -84,17 +85,24 @@ class Field:
         eps = max(torch.finfo(z.dtype).eps for z in z0)
         self.environment = Environment(modules, self.device, buffers, source, loose, eps)
         self.looks_for_leaves = looks_for_leaves  # warn, once, of leaves that would get no gradient
+        self.keeps_first_value = keeps_first_value  # a few numbers of it, for `is_as_first`
         self.told: set[int] = set()  # of these
-        self.inputs: tuple[Tensor, Tensors] | None = None  # t, z of the first evaluation, while leaves are looked for
         self.returned: list[tuple[weakref.ref, int | None]] = []  # by the first evaluation, and their versions
         self.needs_care, self.needs_graph, self.n_careful = True, False, 0  # as the first evaluations show
         self.n_evals = self.n_vjps = 0
-        self.fingerprint: Tensor | None = None  # of its first value
+        self.fingerprint: list[Tensor] | None = None  # of its first value
+        self.key: Hashable = None  # under which its behaviour is remembered; None: it is not
+        self.behaviour: Behaviour | None = None  # as remembered from an earlier solve
+        if remembers and not args and self.environment.is_simple:
+            modes = tuple([(id(m), m.training) for m in modules])
+            state = tuple(self.signature), self.device, tuple([id(p) for p in theta])
+            self.key = modes, state, looks_for_leaves, torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+            self.behaviour = recall(func, self.key)
 
     @property
     def fixed(self) -> list[Tensor]:
         """The tensors among args that get no gradient."""
-        return [self.arg_leaves[i] for i in self.fixed_slots]
+        return self.arguments.fixed
 
     @property
     def precision(self) -> float:
@@ -103,21 +111,16 @@ class Field:
 
     def without_tensors(self: F) -> F:
         """A copy without theta and `fixed`, to be kept until the backward pass."""
-        field = copy.copy(self)
-        leaves = [None if isinstance(x, Tensor) else x for x in self.arg_leaves]
-        field.arg_leaves, field.args, field.theta = tuple(leaves), (), []
+        field = copied(self)
+        field.arguments, field.args, field.theta = self.arguments.without_tensors(), (), []
         return field
 
     def with_tensors(self: F, theta: Sequence[Tensor], fixed: Sequence[Tensor], wants_t: bool) -> F:
         """A copy for one backward pass: theta and `fixed` as saved (args detached), counters at zero."""
-        field = copy.copy(self)
-        leaves = list(self.arg_leaves)
-        for i, x in zip(self.slots, theta, strict=False):
-            leaves[i] = x.detach().requires_grad_()
-        for i, x in zip(self.fixed_slots, fixed, strict=True):
-            leaves[i] = x
-        field.arg_leaves, field.args = tuple(leaves), self.args_structure.rebuild(leaves)
-        field.theta = [leaves[i] for i in self.slots] + list(theta[len(self.slots) :])
+        field, n = copied(self), len(self.arguments.slots)
+        moving = [x.detach().requires_grad_() for x in theta[:n]]
+        field.arguments = self.arguments.with_tensors(moving, fixed)
+        field.args, field.theta = field.arguments.args, [*moving, *theta[n:]]
         field.wants_t, field.environment = wants_t, self.environment.for_backward()
         field.n_evals = field.n_vjps = 0
         return field
@@ -148,35 +151,69 @@ class Field:
         return u
 
     def _evaluate_with_care(self, t: Time, z: Tensors) -> Tensors:
-        around, self.n_careful = self.environment, self.n_careful + 1
-        is_first = self.n_careful == 1
-        may_differentiate = self.looks_for_leaves or torch.is_grad_enabled()
+        if self.behaviour is not None and not self.n_careful:
+            return self._evaluate_as_remembered(self.behaviour, t, z)
+        self.n_careful += 1
+        around = self.environment
         if around.is_cast:  # autocast keeps the casts of all leaves until the solve ends; of views it keeps none
             z = tuple(x.view_as(x) if x.requires_grad and x.is_leaf else x for x in z)
-        evaluate = self._at
-        if is_first:
-            t = now = _normal(self.time(t))  # here, as that is not an operation of f's
-            if self.looks_for_leaves:
-                z = tuple([x.detach().requires_grad_(x.requires_grad) for x in z])
-                self.inputs, evaluate = (now, z), self._with_graph
-        with around.first_evaluation(may_differentiate) if is_first else around.evaluation():
-            u = self._tried(evaluate, t, z)
-        if is_first and self.looks_for_leaves:
-            u = self._look_for_leaves(u)
-        if is_first and (around.modules or self.looks_for_leaves):
-            self.fingerprint = _fingerprint(u)
-        if is_first:
-            self.returned = [(weakref.ref(x), n_changes(x)) for x in u if not x.is_inference()]
-        elif self.returned:
-            is_kept = all((x := there()) is None or n_changes(x) == version for there, version in self.returned)
-            if not is_kept:
-                raise InvalidFieldError(
-                    f"{self.called} overwrites what it returned before: let it return a new tensor."
-                )
-            self.returned = []  # later the solver may work on them itself
+        u = self._evaluate_first(t, z) if self.n_careful == 1 else self._evaluate_again(t, z)
         # The second one may be the first without gradients.
         self.needs_care = self.n_careful < 2 or self.needs_graph or around.is_active
+        if not self.needs_care:
+            self._remember()
         return u
+
+    def _evaluate_first(self, t: Time, z: Tensors) -> Tensors:
+        """The first evaluation, which shows what f does beside returning something."""
+        now, evaluate = normal(self.time(t)), self._at  # made here, as that is not an operation of f's
+        if self.looks_for_leaves:
+            z, evaluate = tuple([x.detach().requires_grad_(x.requires_grad) for x in z]), self._with_graph
+        with self.environment.first_evaluation(self.looks_for_leaves or torch.is_grad_enabled()):
+            u = self._tried(evaluate, now, z)
+        if self.looks_for_leaves:  # f may have made t and y require gradients itself
+            self._tell_of_leaves(u, [*self.theta, now, *z])
+            u = tuple([x.detach() for x in u])
+        self._note_first_value(u)
+        self.returned = [(weakref.ref(x), n_changes(x)) for x in u if not x.is_inference()]
+        return u
+
+    def _evaluate_again(self, t: Time, z: Tensors) -> Tensors:
+        with self.environment.evaluation():
+            u = self._tried(self._at, t, z)
+        is_kept = all((x := there()) is None or n_changes(x) == version for there, version in self.returned)
+        if not is_kept:
+            raise InvalidFieldError(f"{self.called} overwrites what it returned before: let it return a new tensor.")
+        self.returned = []  # later the solver may work on them itself
+        return u
+
+    def _note_first_value(self, u: Tensors) -> None:
+        """Keep a fingerprint of f's first value, if a backward pass may ask whether f is what it was."""
+        if self.keeps_first_value or self.environment.modules or self.environment.loose:
+            self.fingerprint = _fingerprint(u)
+
+    def _remember(self, keeps_bits: bool | None = None) -> None:
+        """Remember for later solves what the first evaluations showed: that f needs no care."""
+        if self.key is not None and not (self.needs_care or self.told):
+            remember(self.original, self.key, Behaviour(self.environment.eps, self.environment.operations, keeps_bits))
+
+    def _evaluate_as_remembered(self, behaviour: Behaviour, t: Time, z: Tensors) -> Tensors:
+        """The first evaluation of an f that is known to need no care."""
+        self.environment.assume(behaviour.eps, behaviour.operations)
+        self.needs_care, self.n_careful = False, 2
+        u = self(t, z)
+        self._note_first_value(u)
+        return u
+
+    def was_misjudged(self, error: Exception) -> bool:
+        """Whether an error of a solve may be due to a behaviour of f that was remembered, and is now forgotten."""
+        if self.behaviour is None:
+            return False
+        self.forget_behaviour()
+        return isinstance(error, NonRepeatableFieldError) or (isinstance(error, RuntimeError) and lacks_graph(error))
+
+    def forget_behaviour(self) -> None:
+        forget(self.original)
 
     def _tried(self, evaluate: Callable[[Time, Tensors], Tensors], t: Time, z: Tensors) -> Tensors:
         """f may take derivatives by y itself, and expect a y that it can differentiate by."""
@@ -219,6 +256,8 @@ class Field:
         are made of the same operations and the bits agree, the others are made without a graph.
         """
         chosen: list[Callable[[Time, Tensors], Tensors]] = []
+        if self.behaviour is not None and self.behaviour.keeps_bits is not None:
+            return self if self.behaviour.keeps_bits else self.as_in_backward
 
         def evaluate(t: Time, z: Tensors) -> Tensors:
             if chosen:
@@ -228,6 +267,7 @@ class Field:
             differ = torch.stack([(x != y).any().to(u[0].device) for x, y in zip(u, plain, strict=True)]).any()
             is_same = operations == self.environment.operations and not bool(differ)
             chosen.append(self if is_same else self.as_in_backward)
+            self._remember(is_same)
             return u
 
         return evaluate
@@ -260,19 +300,26 @@ class Field:
             finally:
                 self.n_evals, self.needs_care = n_evals, needs_care
 
-    @contextlib.contextmanager
-    def backward_pass(self, t: float, z: Tensors) -> Iterator[None]:
-        """Around all evaluations of a backward pass. t, z: where f was evaluated first."""
-        with self.environment.backward_pass(), self._parameters_of_then():
-            changes = self.environment.changes()
-            if changes:  # they may be of modules that f could reach but has no use for: ask f itself
-                again = "Call backward before that, or solve again after it."
-                if not self.is_as_first(t, z):
-                    raise NonRepeatableFieldError(
-                        f"{self.called} is not what it was in the forward pass: {changes}. {again}"
-                    )
-            with without_hooks([x for original in self.originals if (x := original()) is not None]):
-                yield
+    def backward_pass(self, t: float, z: Tensors) -> contextlib.ExitStack:
+        """A context around all evaluations of a backward pass. t, z: where f was evaluated first."""
+        stack = contextlib.ExitStack()
+        try:
+            self.environment.begin_backward(stack)
+            self._lend_parameters(stack)
+            self._raise_for_changes(t, z)
+            silence_hooks([x for original in self.originals if (x := original()) is not None], stack)
+        except BaseException:
+            stack.close()
+            raise
+        return stack
+
+    def _raise_for_changes(self, t: float, z: Tensors) -> None:
+        changes = self.environment.changes()
+        if changes and not self.is_as_first(t, z):  # they may be of modules that f could reach but has no use for
+            raise NonRepeatableFieldError(
+                f"{self.called} is not what it was in the forward pass: {changes}. Call backward before that, or solve "
+                "again after it."
+            )
 
     def is_as_first(self, t: Time, z: Tensors) -> bool:
         """Whether f(t, z) is what the first evaluation gave. Not counted."""
@@ -282,21 +329,15 @@ class Field:
         with torch.no_grad():
             now = _fingerprint(self(t, z))
         self.n_evals = n_evals
-        accuracy = max(100 * torch.finfo(now.dtype).eps, self.environment.coarseness)
-        return torch.allclose(now, self.fingerprint, accuracy, 0.0)
+        eps = max(torch.finfo(x.dtype).eps for x in now)
+        accuracy = max(100 * eps, self.environment.coarseness)
+        return all(torch.allclose(x, y, accuracy, 0.0) for x, y in zip(now, self.fingerprint, strict=True))
 
-    @contextlib.contextmanager
-    def _parameters_of_then(self) -> Iterator[None]:
+    def _lend_parameters(self, stack: contextlib.ExitStack) -> None:
         """torch.func.functional_call lends parameters to a module for the forward pass only: they are lent again."""
-        theta, moved = self.theta[len(self.slots) :], []
         for module, name, i in self.held:
             if parameters_of(module)[name] is not self.originals[i]():
-                moved.append(lend_parameter(module, name, theta[i]))
-        try:
-            yield
-        finally:
-            for undo in moved:
-                undo()
+                stack.callback(lend_parameter(module, name, self.theta[len(self.arguments.slots) + i]))
 
     def _leaves(self, u: Any) -> Tensors:
         try:
@@ -323,15 +364,6 @@ class Field:
     def _with_graph(self, t: Time, z: Tensors) -> Tensors:
         with torch.enable_grad():
             return self._at(t, z)
-
-    def _look_for_leaves(self, u: Tensors) -> Tensors:
-        """Tell of leaves in the graph of u that would get no gradient; u without its graph."""
-        # f may have made t and y require gradients itself.
-        assert self.inputs is not None
-        t, z = self.inputs
-        self._tell_of_leaves(u, [*self.theta, t, *z])
-        self.inputs = None
-        return tuple([x.detach() for x in u])
 
     def _tell_of_leaves(self, u: Leaves, known: Sequence[Tensor]) -> None:
         for leaf in forgotten_leaves(u, known):
@@ -415,15 +447,6 @@ def _is_followed(z: Tensors) -> bool:
     return torch.is_grad_enabled() and any(x.requires_grad for x in z)
 
 
-def _fingerprint(u: Tensors) -> Tensor:
+def _fingerprint(u: Tensors) -> list[Tensor]:
     """A few numbers that tell one value of f from another."""
-    u = tuple(x.detach().to(u[0].dtype) for x in u)
-    return torch.stack([torch.linalg.vector_norm(x) for x in u] + [x.sum() for x in u])
-
-
-def _normal(x: Any) -> Any:
-    """Not a tensor made in inference mode: no graph could hold it, and f may need one."""
-    if not isinstance(x, Tensor) or not x.is_inference():
-        return x
-    with torch.inference_mode(False):
-        return x.clone()
+    return [number for x in u for number in (torch.linalg.vector_norm(x.detach()), x.detach().sum())]

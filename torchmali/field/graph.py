@@ -14,13 +14,15 @@ from torchmali.state.vectors import Leaves
 def forgotten_leaves(u: Leaves, known: Sequence[Tensor]) -> list[Tensor]:
     """Leaves in the graph of u that are not known and not behind something known."""
     followed = [x for x in known if x.requires_grad]
-    ends = [x.grad_fn or _node(x) for x in u if x.requires_grad]
-    found = _leaves_behind(ends, {x.grad_fn for x in followed if x.grad_fn is not None})
     ids = {id(x) for x in followed}
+    unknown = [x for x in u if x.requires_grad and id(x) not in ids]
+    found = [x for x in unknown if x.grad_fn is None]
+    nodes = [x.grad_fn for x in unknown if x.grad_fn is not None]
+    found += _leaves_behind(nodes, {x.grad_fn for x in followed if x.grad_fn is not None})
     if all(id(x) in ids for x in found):
         return []
     # By their nodes: under saved-tensor hooks a saved leaf comes back as another object.
-    return _leaves_behind(ends, {x.grad_fn or _node(x) for x in followed})
+    return _leaves_behind([x.grad_fn or _node(x) for x in unknown], {x.grad_fn or _node(x) for x in followed})
 
 
 def _leaves_behind(ends: Sequence[Any], stop: set) -> list[Tensor]:

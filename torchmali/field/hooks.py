@@ -25,16 +25,21 @@ class Quiet:
         return None if getattr(Quiet.here, "depth", 0) else self.hook(*args)
 
 
-@contextlib.contextmanager
-def without_hooks(tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Hooks on parameters are for their whole gradient, which autograd shows them; not for the share of each step."""
+def silence_hooks(tensors: Sequence[Tensor], stack: contextlib.ExitStack) -> None:
+    """Silence the hooks of parameters in this thread until `stack` is closed.
+
+    A hook is for the whole gradient of a parameter, which autograd shows it, not for the share of each step.
+    """
     # Autograd itself holds the dict of a tensor with a history, and another thread may be about to call what is in it:
     # the hooks stay there, but keep quiet in this thread.
     hooked = [hooks for x in tensors if (hooks := hooks_of(x))]
     retained = [(x, x.grad) for x in tensors if x.retains_grad]
-    if not hooked and not retained:
-        yield
-        return
+    if hooked or retained:
+        stack.enter_context(_silence(hooked, retained))
+
+
+@contextlib.contextmanager
+def _silence(hooked: Sequence[dict], retained: Sequence[tuple[Tensor, Tensor | None]]) -> Iterator[None]:
     quiet = _quieted(hooked)
     Quiet.here.depth = getattr(Quiet.here, "depth", 0) + 1
     try:

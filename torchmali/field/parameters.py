@@ -31,6 +31,13 @@ def search_of(root: Any) -> Search:
     return search
 
 
+@functools.lru_cache(maxsize=1000)
+def _names_in(code: types.CodeType) -> list[str]:
+    """The names of globals and attributes in a code, and in the code of inner functions and comprehensions."""
+    inner = [const for const in code.co_consts if isinstance(const, types.CodeType)]
+    return [*code.co_names, *(name for part in inner for name in _names_in(part))]
+
+
 class Search:
     """A class: a recursive inner function would hold itself, and with it all that it has seen."""
 
@@ -84,10 +91,7 @@ class Search:
         for cell in x.__closure__ or ():
             with contextlib.suppress(ValueError):  # a cell that is not filled yet
                 self.look(cell.cell_contents, deep)
-        codes = [x.__code__]
-        for code in codes:  # grows: with the code of inner functions and comprehensions
-            codes += [inner for inner in code.co_consts if isinstance(inner, types.CodeType)]
-        used = [x.__globals__.get(name) for code in codes for name in code.co_names]
+        used = [x.__globals__.get(name) for name in _names_in(x.__code__)]
         self.look(tuple(y for y in used if isinstance(y, (Tensor, nn.Module))), True)
         for y in used:
             self._look_for_loose(y)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -44,6 +44,7 @@ class Adjoint(GradientMethod):
     solver: Solver | None = None
     controller: StepController | None = None
     seminorm: bool = False
+    compares_first_value: ClassVar[bool] = True
 
     __repr__ = short_repr
 

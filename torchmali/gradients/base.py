@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from torch.autograd import forward_ad
 
 from torchmali.controllers import StepController
 from torchmali.errors import DoubleBackwardError, NonRepeatableFieldError
+from torchmali.field.environment import in_forward_pass
 from torchmali.field.evaluate import Field
 from torchmali.integrate import integrate
 from torchmali.loop.base import Integration
@@ -76,10 +77,10 @@ def solve_forward(problem: Problem, z0: Tensors, times: Any, **how: Any) -> Solv
     f = field.with_bits_of_backward() if is_exact else field
     field.environment.source.begin(field.device)
     how["side_effects"] = field.environment
-    with ExitStack() as stack:
-        for function in (field, *outputs.functions):
-            stack.enter_context(function.environment.forward_pass())
-        done = integrate(f, z0, times, problem.solver, problem.controller, outputs, **how)
+    environments = [function.environment for function in (field, *outputs.functions)]
+    done = in_forward_pass(
+        environments, lambda: integrate(f, z0, times, problem.solver, problem.controller, outputs, **how)
+    )
     done.count(stats)
     stats.count(n_evals_forward=field.n_evals)
     _raise_for_late_draws(problem, f, z0, times, how)
@@ -105,11 +106,11 @@ def _raise_for_late_draws(problem: Problem, f: Slope, z0: Tensors, times: Any, h
         integrate(f, z0, times, problem.solver, problem.controller, outputs.again(), **how)
 
 
-@torch.no_grad()
 def solve_without_graph(problem: Problem, arithmetic: Any = Floats, tape: Tape | None = None) -> Solved:
     """Solve a problem without a graph."""
-    z0 = tuple(z.detach() for z in problem.z0)
-    return solve_forward(problem, z0, problem.times, arithmetic=arithmetic, tape=tape)
+    z0 = tuple([z.detach() for z in problem.z0])
+    with torch.no_grad():
+        return solve_forward(problem, z0, problem.times, arithmetic=arithmetic, tape=tape)
 
 
 def through_function(function: Any, method: GradientMethod, problem: Problem) -> Solved:
@@ -125,7 +126,12 @@ def has_tangent(x: Tensor) -> bool:
 
 
 class GradientMethod(ABC):
-    """How a solve is differentiated."""
+    """How a solve is differentiated.
+
+    compares_first_value: its backward pass evaluates f at the start, to see whether it is the same function.
+    """
+
+    compares_first_value: ClassVar[bool] = False
 
     @property
     def on_integers(self) -> bool:

@@ -153,20 +153,23 @@ class MALI(ReplayGradient):
                 )
 
     def judge_backward(self, passed: BackwardPass) -> None:
-        # The order of the error alone: what training says at every step in the same words, Python shows once.
-        drift = passed.drift
-        size = f"above {10.0 ** math.floor(math.log10(drift)):g}" if 0 < drift < math.inf else f"of {drift:g}"
-        error = f"MALI rebuilt a state with a relative error {size}: round-off grew on the way back"
         if passed.gain > TELL_LIMIT:
             warn(
-                f"{error}. Segments were solved again with more states kept, so the gradient is right, but took "
-                "longer and more memory (stats.n_reruns). MALI(exact=True) or a smaller checkpoint_every=K avoids that."
+                f"{_told(passed.drift)}. Segments were solved again with more states kept, so the gradient is right, "
+                "but took longer and more memory (stats.n_reruns). MALI(exact=True) or a smaller checkpoint_every=K "
+                "avoids that."
             )
-        elif not self.reruns and drift > max(passed.coarseness, TELL_LIMIT):
+        elif not self.reruns and passed.drift > max(passed.coarseness, TELL_LIMIT):
             warn(
-                f"{error}, or f is not the function it was in the forward pass, and the gradient is about as wrong. "
-                'Use MALI(checkpoint_every="auto") or MALI(exact=True), or gradient=ACA().'
+                f"{_told(passed.drift)}, or f is not the function it was in the forward pass, and the gradient is "
+                'about as wrong. Use MALI(checkpoint_every="auto") or MALI(exact=True), or gradient=ACA().'
             )
+
+
+def _told(drift: float) -> str:
+    """A drift in words, with its order alone: what training says at every step in the same words, Python shows once."""
+    size = f"above {10.0 ** math.floor(math.log10(drift)):g}" if 0 < drift < math.inf else f"of {drift:g}"
+    return f"MALI rebuilt a state with a relative error {size}: round-off grew in the backward pass"
 
 
 def _longest(problem: Problem) -> int | None:

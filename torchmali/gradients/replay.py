@@ -208,7 +208,7 @@ class BackwardPass:
         for i, head in reversed(heads):
             segment, end = events[i + (not isinstance(head, Step)) : end], i
             state, a = self._pull_segment(head, segment, kept, state, a)
-        return self.pull_back(events[:end], kept, state, a), a
+        return (self.pull_back(events[:end], kept, state, a) if end else state), a
 
     def _pull_segment(
         self,
@@ -298,8 +298,9 @@ class BackwardPass:
         span = steps[-1].t1 - steps[0].t0
         limits = self.limits
         drift = rebuilt.deviation(truth, after, self._scale_of_v(span), limits[:2])
-        if isinstance(rebuilt, FixedPoint):  # nothing but another f can lead astray there
-            require_same(drift.component == 0)
+        if isinstance(rebuilt, FixedPoint) and drift.component:  # nothing but another f can lead astray there
+            self.f.forget_behaviour()
+            require_same(False)
         is_small = limits.hold(drift, 8 * self.f.environment.eps_of_state * math.sqrt(len(steps)))
         if self.coarseness and not self.is_sure and not is_small:
             self.is_sure = True

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +25,6 @@ from torchmali.state.traced import Traced
 from torchmali.state.vectors import Tensors, Time, first_non_finite, number
 from torchmali.tape import Refresh, Rescale, Start, Step, Tape
 
-C = TypeVar("C", ControllerState, Refresher)
 LOOK_THERE = "Look at f there, use smaller steps, or an adaptive controller."
 
 
@@ -68,14 +67,14 @@ class Integration(NamedTuple):
 
     def count(self, stats: Stats) -> None:
         """Fill in the counts of a forward pass."""
-        events, tape = self.tape.events, self.tape
-        sizes = [number(abs(event.t1 - event.t0)) for event in events if isinstance(event, Step)]
+        sizes = [number(abs(event.t1 - event.t0)) for event in self.tape.events if isinstance(event, Step)]
+        kinds = [type(event) for event in self.tape.events]
         stats.count(
-            n_steps=tape.n_steps,
+            n_steps=self.tape.n_steps,
             n_rejected=self.n_rejected,
-            n_checkpoints=len(tape.checkpoints),
-            n_refreshes=sum(isinstance(event, Refresh) for event in events),
-            n_rescales=sum(isinstance(event, Rescale) for event in events),
+            n_checkpoints=len(self.tape.checkpoints),
+            n_refreshes=kinds.count(Refresh),
+            n_rescales=kinds.count(Rescale),
             h_min=min(sizes),
             h_max=max(sizes),
         )
@@ -224,13 +223,6 @@ class Loop(ABC):
         self.tape.events.append(Refresh(self.t, k, kept))
         self.state = self.refresher.refreshed(self.f, self.t, self.state, slope)
         self.side_effects.restore(mark)
-
-
-def copied(x: C) -> C:
-    """copy.copy without its search for ways to copy, which would be half of the cost of a savepoint."""
-    twin = object.__new__(type(x))
-    vars(twin).update(vars(x))
-    return twin
 
 
 def read(tensors: Sequence[Tensor]) -> list[float]:

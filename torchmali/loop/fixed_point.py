@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from torchmali.controllers import AdaptiveControllerState, ControllerState
+from torchmali.copies import copied
 from torchmali.errors import NonFiniteError
-from torchmali.loop.base import LOOK_THERE, Job, Loop, at, copied, read
+from torchmali.loop.base import LOOK_THERE, Job, Loop, at, read
 from torchmali.refresh import Refresher, RefreshPlan
 from torchmali.solvers.base import Attempt
 from torchmali.solvers.leapfrog import Residuals

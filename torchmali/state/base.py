@@ -65,10 +65,11 @@ class Deviation(NamedTuple):
     through zero is judged by how far it moves. A component without a scale has that of its row.
     """
 
-    component: float  # the worst component, on its own scale: a large one beside it hides nothing
+    component: float  # the worst component, on its own scale: a large one beside it hides nothing. (An upper limit, if
+    # all is within both limits.)
     most: float  # the share of the components of a row that are beyond a first limit, of the worst row
     some: float  # the share of the components of a leaf that are beyond a second limit, of the worst leaf
-    row: float  # the worst component, on the scale of the largest in its row
+    row: float  # the worst component, on the scale of the largest in its row. (An upper limit there, too.)
 
 
 class RewindableState(State):

@@ -8,7 +8,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torchmali._torch import foreach_lerp, foreach_lerp_
+from torchmali._torch import (
+    foreach_abs,
+    foreach_abs_,
+    foreach_add_,
+    foreach_div_,
+    foreach_lerp,
+    foreach_lerp_,
+    foreach_sub,
+)
 from torchmali.state.base import Deviation, RewindableState, Snapshot
 from torchmali.state.vectors import Tensors, add_, added, rows
 
@@ -57,6 +65,9 @@ class Floats(RewindableState):
         leaves = [i for i, z in enumerate(self.point) if z.numel()]
         if not leaves:
             return Deviation(0.0, 0.0, 0.0, 0.0)
+        most = self._most(truth, span, leaves)
+        if most <= min(limits):  # then no component is beyond a limit, and a row is off by no more
+            return Deviation(most, 0.0, 0.0, most)
         worst = _worst([self._deviation(truth, i, span, limits) for i in leaves])
         if not all(map(math.isfinite, worst)):  # perhaps of a component without a scale: 0 / 0, or more / 0
             worst = _worst([self._deviation(truth, i, span, limits, end) for i in leaves])
@@ -81,6 +92,20 @@ class Floats(RewindableState):
         most, some = (~(relative <= limit) for limit in limits)  # nan counts
         shares = most.sum(1).amax() / most.shape[1], some.sum() / some.numel()
         return torch.stack([relative.amax(), *[share.to(of_row) for share in shares], of_row])
+
+    def _most(self, truth: Floats, span: float, leaves: Sequence[int]) -> float:
+        """An upper limit of `Deviation.component`, at most four times as large, in few operations; nan for 0 / 0.
+
+        It has sums in place of the larger of two: (a + b) / 2 <= max(a, b) <= a + b.
+        """
+        rebuilt, true = [*self.point, *self.slope], [*truth.point, *truth.slope]
+        off, size, n = foreach_sub(rebuilt, true), foreach_abs(true), len(self.point)
+        foreach_abs_(off)
+        for x in (off, size) if self.slope else ():
+            foreach_add_(x[:n], x[n:], alpha=span)
+        foreach_div_(off[:n], size[:n])
+        (most,) = _worst([off[i].amax().reshape(1) for i in leaves])
+        return 2 * most if self.slope else most
 
     def _size(self, i: int, span: float) -> Tensor:
         """The scale of each component of leaf i."""

@@ -68,7 +68,9 @@ def add_(x: Leaves, y: Leaves, alpha: float) -> None:
 
 def scale_(x: Leaves, factor: float) -> None:
     """x *= factor. A change of sign is cheaper than a product with a number."""
-    if factor == -1:
+    if factor == -1 and len(x) == 1:
+        x[0].neg_()
+    elif factor == -1:
         foreach_neg_(x)
     else:
         foreach_mul_(x, factor)

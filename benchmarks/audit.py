@@ -1,9 +1,9 @@
-"""The audit on a smooth, a contracting and a chaotic problem.
+"""Audit of a smooth, a contracting and a chaotic problem.
 
     python -m benchmarks.audit [--from-record]
 
-The chaotic one is audited once more over a time in which its gradient is lost. Also draws docs/audit.png and renews the
-tables in docs/audit.md. Takes about four minutes.
+The chaotic problem is audited once more over a time in which its gradient is lost. Also draws docs/audit.png and renews
+the tables in docs/audit.md. Takes about four minutes.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ TITLES = {
     "lost": "The chaotic problem over a longer time",
 }
 IN_PICTURE = ("smooth", "contracting", "chaotic")
-LABELS = {  # in the palette
+LABELS = {  # name of a method: its label in the palette
     "naive": "naive", "aca": "ACA", "adjoint": "adjoint", "seminorm": "adjoint",
     **dict.fromkeys(("mali", "mali4", "mali6", "exact"), "MALI"),
 }  # fmt: skip
@@ -68,7 +68,7 @@ def contracting() -> Problem:
 
 
 def chaotic(t_end: float = 2.0) -> Problem:
-    """Lorenz' equations, which never do; float32."""
+    """Lorenz' equations, which never forget where they began; float32."""
 
     def f(t: Tensor, z: Tensor) -> Tensor:
         x, y, w = z
@@ -85,7 +85,7 @@ def measure() -> dict[str, Any]:
 
 
 def as_record(found: Audit) -> dict[str, Any]:
-    """The table as it is printed, and its numbers."""
+    """Return the table as it is printed, and its numbers."""
     rows = {
         row.name: {
             "method": str(row.method),
@@ -168,7 +168,7 @@ def draw_problem(ax: Axes, found: Mapping[str, Any]) -> None:
 
 
 def label(ax: Axes, points: Mapping[str, tuple[float, float]], best: str | None) -> None:
-    """A name beside each point, in the first place that is clear of all other points and names."""
+    """Put a name beside each point, in the first place that is clear of all other points and names."""
     spots = {name: ax.transData.transform(point) for name, point in points.items()}
     taken: list[Bbox] = []
     places = [(9, 0, "left"), (-10, 0, "right"), (0, 12, "center"), (0, -12, "center")]

@@ -1,9 +1,9 @@
-"""What care for f's environment costs an f that needs none: no dropout, no autocast, no buffers that change.
+"""Cost of the care for f's environment for an f that needs none: no dropout, no autocast, no changing buffers.
 
     python -m benchmarks.environment [--rounds 200] [--steps 10]
 
-One gradient with MALI as it is, beside the same with the care taken out, float32, fixed steps. The care is taken once
-per solve (random numbers and buffers are looked at around the first evaluation), so a short solve shows it most.
+Compares one gradient with MALI as it is and with the care taken out, in float32, with fixed steps. The care is taken
+once per solve (random numbers and buffers are compared around the first evaluation), so a short solve shows it most.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from benchmarks.harness import finish, options_of, paired_ratio, time_side_by_si
 from benchmarks.workloads import W1, W2, Workload
 from torchmali.engine import Environment
 
-TIME_LIMIT = 1.03  # with care against without: nothing, as far as this can be measured
+TIME_LIMIT = 1.03  # time with care over time without: no cost, as far as it can be measured
 
 
 class NoSource:
-    """In place of `Source`: nothing is drawn."""
+    """Replacement of `Source` that draws nothing."""
 
     is_fresh = True  # late draws are not looked for
 
@@ -36,7 +36,7 @@ class NoSource:
 
 
 class NoEnvironment:
-    """In place of `Environment`: an f without any."""
+    """Replacement of `Environment` for an f without side effects."""
 
     draws = is_cast = is_active = synchronises = False
     coarseness = eps = 0.0

@@ -1,8 +1,8 @@
-"""What bit-exact reversal costs: MALI(exact=True) beside MALI(), fixed steps, float32.
+"""Cost of bit-exact reversal: MALI(exact=True) beside MALI(), fixed steps, float32.
 
     python -m benchmarks.exact [--rounds 100] [--steps 20]
 
-The limits are for the time, and for what is kept between the passes: as many bytes as (z, v) in float32.
+The limits are on the time, and on the bytes kept between the passes: as many as (z, v) in float32.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from benchmarks.harness import finish, options_of, paired_ratio, time_side_by_si
 from benchmarks.workloads import MLP, W1, W2, Workload
 from torchmali.measure import peak_bytes
 
-TIME_LIMITS = {"W1": 1.25, "W2": 1.10}  # exact against plain
+TIME_LIMITS = {"W1": 1.25, "W2": 1.10}  # time of exact mode over plain MALI
 METHODS = {"MALI": tm.MALI(), "exact": tm.MALI(exact=True)}
 
 
 def kept_bytes(f: MLP, y0: Tensor, n_steps: int, gradient: tm.GradientMethod) -> int:
-    """What the forward pass keeps for the backward pass, beside y0 and the parameters."""
+    """Bytes that the forward pass keeps for the backward pass, beside y0 and the parameters."""
     y0 = y0.clone().requires_grad_()
     node: Any = tm.solve(f, y0, (0.0, 1.0), controller=tm.FixedStep(1 / n_steps), gradient=gradient).y.grad_fn
     given = {id(x) for x in (y0, *f.parameters())}
@@ -47,7 +47,7 @@ def measure(workload: Workload, n_steps: int, rounds: int) -> dict[str, Any]:
 
 
 def report(results: dict[str, dict[str, Any]]) -> bool:
-    """Print the table and the limits; true if all are kept."""
+    """Print the table and the limits; return whether all limits are kept."""
     console, kept = Console(), True
     table = Table(title="One gradient with MALI(exact=True), against MALI()")
     for column in ("", "CPU time", "quartiles", "kept bytes", "ratio", "peak bytes", "ratio"):

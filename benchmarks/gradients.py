@@ -1,8 +1,8 @@
-"""One gradient of a fixed-step solve: our methods beside the eager limit and the paper's own code.
+"""Time of one gradient of a fixed-step solve: our methods beside the eager limit and the paper's own code.
 
     python -m benchmarks.gradients [--rounds 60] [--steps 50]
 
-`lb_eager` is what no eager method that forgets the trajectory can undercut: N evaluations of f
+`lb_eager` is a lower bound for every eager method that forgets the trajectory: N evaluations of f
 without a graph, and N with one, each followed by a vector-Jacobian product to y and all parameters.
 """
 
@@ -24,14 +24,14 @@ from torchmali.measure import peak_bytes
 
 LIMITS = {  # (numerator, denominator): workload -> largest ratio that we accept
     ("MALI as published", "lb_eager"): {"W1": 1.25, "W2": 1.25},
-    ("MALI", "lb_eager"): {"W1": 1.30, "W2": 1.25},  # it also looks whether v needs a refresh
+    ("MALI", "lb_eager"): {"W1": 1.30, "W2": 1.25},  # MALI also checks whether v needs a refresh
     ("MALI", "TDEPack MALI"): {"W1": 0.60, "W2": 0.80},
 }
 MEMORY_LIMIT = 0.70  # MALI's peak bytes against TorchDiffEqPack's
 
 
 def one_gradient(f: MLP, y0: Tensor, solve: Callable[[Tensor], Tensor]) -> Run:
-    """Zero the gradients, solve, take the loss, go back to y0 and all parameters."""
+    """Zero the gradients, solve, and differentiate the loss by y0 and all parameters."""
 
     def run() -> None:
         f.zero_grad()
@@ -104,7 +104,7 @@ def measure(workload: Workload, n_steps: int, rounds: int) -> dict[str, Any]:
 
 
 def gradients_agree(f: MLP, runs: dict[str, Run]) -> float:
-    """Largest relative difference of parameter gradients to naive's: all must do the same job."""
+    """Largest relative difference of parameter gradients from naive's: all must compute the same gradient."""
     grads: dict[str, Tensor] = {}
     for name, run in runs.items():
         run()
@@ -114,7 +114,7 @@ def gradients_agree(f: MLP, runs: dict[str, Run]) -> float:
 
 
 def report(results: dict[str, dict[str, Any]]) -> bool:
-    """Print the tables; true if all limits are kept."""
+    """Print the tables; return whether all limits are kept."""
     console, kept = Console(), True
     for name, result in results.items():
         table = Table(title=f"{name}, {result['n_steps']} fixed steps: one gradient, CPU time")

@@ -1,4 +1,4 @@
-"""Measuring side by side: interleaved rounds in random order, ratios paired within a round.
+"""Side-by-side measurements: interleaved rounds in random order, ratios paired within a round.
 
 Ratios are of CPU seconds of this process on one thread and (where the system allows) one pinned core; a
 ratio is the median over rounds of the ratio within a round, with its quartiles. Differences below
@@ -30,21 +30,21 @@ Run = Callable[[], object]
 
 
 def quiet_down() -> None:
-    """One thread, one core: the rest of the machine should matter as little as possible."""
+    """Pin this process to one core and one thread, so that the rest of the machine matters as little as possible."""
     torch.set_num_threads(1)
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
 
 
 class Seconds(NamedTuple):
-    """Of each run, a list over rounds."""
+    """Seconds of each run, as a list over rounds."""
 
     cpu: dict[str, list[float]]
     wall: dict[str, list[float]]
 
 
 def time_side_by_side(runs: Mapping[str, Run], rounds: int, title: str) -> Seconds:
-    """Seconds of every run in every round. Each round times every run once, in random order."""
+    """Measure the seconds of every run in every round. A round times every run once, in random order."""
     order = random.Random(0)
     names = list(runs)
     seconds = Seconds({name: [] for name in names}, {name: [] for name in names})
@@ -62,13 +62,13 @@ def time_side_by_side(runs: Mapping[str, Run], rounds: int, title: str) -> Secon
 
 
 def paired_ratio(a: list[float], b: list[float]) -> dict[str, float]:
-    """a / b within each round: the median and its quartiles."""
+    """Return the median and the quartiles of a / b within each round."""
     lower, median, upper = statistics.quantiles([x / y for x, y in zip(a, b, strict=True)], n=4)
     return {"median": median, "lower": lower, "upper": upper}
 
 
 def header(command: str, packages: tuple[str, ...]) -> dict[str, Any]:
-    """What was run, with what, on what kind of machine."""
+    """Describe the command, the versions and the kind of machine."""
     return {
         "command": command,
         "date": datetime.now(timezone.utc).date().isoformat(),
@@ -94,7 +94,7 @@ def command_line(module: str) -> str:
 
 
 def options_of(doc: str | None, rounds: int, steps: int) -> argparse.Namespace:
-    """The command line of a benchmark that times solves side by side; quiets the machine down."""
+    """Parse the command line of a benchmark that times solves side by side, and call `quiet_down`."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--rounds", type=int, default=rounds, help=f"timed rounds (default {rounds})")
     parser.add_argument("--steps", type=int, default=steps, help=f"solver steps N (default {steps})")

@@ -1,9 +1,10 @@
-"""One training step of a small network with ODE blocks, by gradient method, side by side: the paper's claims of speed.
+"""Time of one training step of a small network with ODE blocks, by gradient method: the paper's claims of speed.
 
     python -m benchmarks.images [--rounds 20] [--steps 40]
 
-The network of `python -m experiments run digits`, after so many steps of training with MALI, a batch of 64 digits. Each
-method with the paper's solver and tolerances, naive and adjoint also with MALI's tolerances. Weights do not change.
+The network is that of `python -m experiments run digits`, after --steps steps of training with MALI; the batch has 64
+digits. Each method has the paper's solver and tolerances; naive and adjoint also run with MALI's tolerances. Weights do
+not change.
 """
 
 from __future__ import annotations

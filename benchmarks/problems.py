@@ -1,6 +1,6 @@
 """Small problems with a gradient known to ten digits and more: float64, L = sum z(T)^2.
 
-They are those of the design notes, with the parameters theta to which the gradient goes beside z0.
+The problems are those of the design notes; the gradient is that by z0 and by the parameters theta.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class Problem:
     flow: Callable[..., Tensor] | None = None
 
     def gradient(self, end: Callable[..., Tensor]) -> Tensor:
-        """(dL/dz0, dL/dtheta) as one vector, with end(z0, *theta) = z(t_end)."""
+        """Return (dL/dz0, dL/dtheta) as one vector, where end(z0, *theta) = z(t_end)."""
         inputs = [x.clone().requires_grad_() for x in (self.z0, *self.theta)]
         end(*inputs).square().sum().backward()
         return torch.cat([x.grad.flatten() for x in inputs if x.grad is not None])
 
     def solved_gradient(self, **how: Any) -> tuple[Tensor, tm.Stats]:
-        """The gradient of a solve, and its counts. how: solver, controller and gradient of `solve`."""
+        """Return the gradient of a solve, and its counts. how: solver, controller and gradient of `solve`."""
         stats = []
 
         def end(z0: Tensor, *theta: Tensor) -> Tensor:
@@ -47,9 +47,10 @@ class Problem:
         return self.gradient(end), stats[0]
 
     def reference(self) -> tuple[Tensor, float]:
-        """The gradient, and its relative difference to that of a second method.
+        """Return the gradient, and its relative difference from that of a second method.
 
-        In this order: the closed form, ACA with Dopri8 and plain autograd with Tsit5, both at rtol 1e-12.
+        The two methods are the first two of: the closed form, ACA with Dopri8, plain autograd with Tsit5. Both solves
+        have rtol 1e-12.
         """
         controller = tm.AdaptiveStep(rtol=1e-12, atol=1e-16, max_steps=10**6)
         methods = [(tm.Dopri8(), tm.ACA()), (tm.Tsit5(), tm.Naive())]

@@ -1,4 +1,4 @@
-"""How many evaluations of f a gradient of a given accuracy takes, with fixed steps, in float64.
+"""Evaluations of f that a gradient of a given accuracy takes, with fixed steps, in float64.
 
     python -m benchmarks.work_precision [--from-record] [--no-record]
 
@@ -35,10 +35,10 @@ from benchmarks.problems import PROBLEMS, Problem, relative_error
 
 DOCS = Path(__file__).parents[1] / "docs"
 TARGETS = (1e-4, 1e-6, 1e-8)
-ENOUGH = min(TARGETS) / 4  # two runs in a row below it end a scan
+ENOUGH = min(TARGETS) / 4  # two runs in a row with a smaller error end a scan
 MAX_EVALUATIONS = 16_000
 COARSE_GRID = 1_000  # evaluations beyond which the grid of step counts is coarser
-REFERENCE_LIMIT = 1e-10  # two ways to compute the reference have to agree so far
+REFERENCE_LIMIT = 1e-10  # the two references must agree to this
 ALF4_LIMIT = 1 / 8  # evaluations of alf4 against those of ALF, MLP, 1e-6
 ALF6_LIMIT = 1.0  # of alf6 against the best other one of its kind, each problem, 1e-8
 
@@ -63,7 +63,7 @@ class Method:
 
     @property
     def kind(self) -> str:
-        """Memory, and what the gradient is that of."""
+        """Memory, and whether the gradient is exact."""
         if isinstance(self.gradient, tm.Adjoint):
             return "constant, not exact"
         return "linear" if isinstance(self.gradient, tm.ACA) else "constant"
@@ -89,12 +89,12 @@ def methods() -> list[Method]:
     ]
 
 
-# Of alf6: all else that is exact, in constant memory, and in the library.
+# Rivals of alf6: all other methods in the library that are exact in constant memory.
 RIVALS = ("ALF", "alf4", "Reversible RK4", "Reversible Dopri5", *(name + NO_REFRESH for name in ("ALF", "alf4")))
 
 
 def step_counts(per_step: int) -> Iterator[int]:
-    """From about 8 to MAX_EVALUATIONS evaluations, each count about a quarter (beyond COARSE_GRID 60 %) more."""
+    """Step counts from about 8 to MAX_EVALUATIONS evaluations, each a quarter (beyond COARSE_GRID 60 %) more."""
     n, last = math.ceil(8 / per_step), MAX_EVALUATIONS // per_step
     while n < last:
         yield n
@@ -122,7 +122,7 @@ def run(problem: Problem, method: Method, n: int, reference: Tensor) -> Run:
 
 
 def scan(problem: Problem, method: Method, reference: Tensor, twin: Sequence[Run] = ()) -> list[Run]:
-    """Runs with more and more steps. twin: of the same method with refresh; where none took place, they are these."""
+    """Run with more and more steps. twin: runs of the same method with refresh; those without a refresh are reused."""
     known = {it.n_steps: it for it in twin if it.n_refreshes == 0 and it.error is not None}
     runs: list[Run] = []
     for n in step_counts(method.per_step):
@@ -133,9 +133,9 @@ def scan(problem: Problem, method: Method, reference: Tensor, twin: Sequence[Run
 
 
 def evaluations_to(target: float, runs: Sequence[Run]) -> float | None:
-    """Where the error falls below the target for good, interpolated log-log; None: nowhere.
+    """Evaluations at which the error falls below the target for good, interpolated log-log; None: it never does.
 
-    Negative where it is below from the first run on: then that run's evaluations, an upper limit.
+    A negative number is an upper limit: the error is below the target from the first finite run on.
     """
     errors = [math.inf if it.error is None else it.error for it in runs]
     first = next((i for i in range(len(errors)) if max(errors[i:]) <= target), None)
@@ -150,7 +150,7 @@ def evaluations_to(target: float, runs: Sequence[Run]) -> float | None:
 def measure() -> dict[str, Any]:
     results, chosen = {}, methods()
     with Progress(transient=True) as progress, warnings.catch_warnings():
-        warnings.simplefilter("ignore", tm.SolverWarning)  # coarse steps: what is wrong there is in the error
+        warnings.simplefilter("ignore", tm.SolverWarning)  # about coarse steps, whose error is measured
         task = progress.add_task("", total=len(PROBLEMS) * len(chosen))
         for problem in PROBLEMS:
             reference, difference = problem.reference()
@@ -170,12 +170,12 @@ def measure() -> dict[str, Any]:
 
 
 def cell(found: list[float | None]) -> str:
-    """The evaluations to the targets as text: 34 / 102 / 324, "≤" in front of an upper limit, "-" for none."""
+    """Format the evaluations to the targets: 34 / 102 / 324, "≤" in front of an upper limit, "-" for none."""
     return " / ".join("-" if x is None else f"≤{-x:.0f}" if x < 0 else f"{x:.0f}" for x in found)
 
 
 def rows(results: Mapping[str, Any]) -> Iterator[list[str]]:
-    """The table, its head first."""
+    """Yield the rows of the table, its head first."""
     yield ["method", "memory", *(f"{name}, T={result['t_end']:g}" for name, result in results.items())]
     for name, first in next(iter(results.values()))["methods"].items():
         cells = [cell(result["methods"][name]["evaluations_to_target"]) for result in results.values()]
@@ -183,7 +183,7 @@ def rows(results: Mapping[str, Any]) -> Iterator[list[str]]:
 
 
 def markdown(results: Mapping[str, Any]) -> str:
-    """The table of docs/work-precision.md."""
+    """Return the table of docs/work-precision.md."""
     head, *body = rows(results)
     return "".join(f"| {' | '.join(row)} |\n" for row in (head, ["---"] * len(head), *body))
 
@@ -194,7 +194,7 @@ def renew_table(path: Path, results: Mapping[str, Any]) -> None:
     path.write_text(re.sub(r"(^\|.*\n)+", lambda _: markdown(results), text, count=1, flags=re.M))
 
 
-# Hue is the solver, dashes are for what is not exact or not of constant memory. Hues: Okabe and Ito.
+# The hue (Okabe and Ito) shows the solver; dashed lines are methods that are not exact or not in constant memory.
 BLACK, BLUE, RED, SKY, ORANGE, GREEN, PURPLE, GREY = (
     *("#000000", "#0072B2", "#D55E00", "#56B4E9", "#E69F00", "#009E73", "#CC79A7", "#777777"),
 )
@@ -239,7 +239,7 @@ def draw(path: Path, results: Mapping[str, Any]) -> None:
 
 
 def report(results: Mapping[str, Any]) -> bool:
-    """Print the table, two problems at a time, and the limits; true if all are kept."""
+    """Print the table, two problems at a time, and the limits; return whether all limits are kept."""
     console, kept = Console(), True
     names = list(results)
     for pair in zip(names[::2], names[1::2], strict=True):

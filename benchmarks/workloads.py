@@ -1,4 +1,4 @@
-"""The workloads that benchmarks share: float32, t in [0, 1], loss = sum(z(1)^2).
+"""Workloads that benchmarks share: float32, t in [0, 1], loss = sum(z(1)^2).
 
 W1 is small enough to show the overhead of a library, W2 large enough to show its arithmetic.
 """

@@ -64,7 +64,7 @@ class Dynamics(nn.Module):
 
 
 def evolve(f: nn.Module, z0: Tensor, n_steps: int, gradient: GradientMethod) -> Solution:
-    """The ODE block: z from t = 0 to t = 1 in equal steps."""
+    """Solve the ODE block: z from t = 0 to t = 1 in equal steps."""
     return solve(f, z0, [0.0, 1.0], solver=ALF(), controller=FixedStep(1 / n_steps), gradient=gradient)
 
 
@@ -113,7 +113,7 @@ def accuracy(model: nn.Module, images: Tensor, labels: Tensor) -> float:
 
 
 def train(model: nn.Module, digits: Digits, n_epochs: int, console: Console) -> list[Epoch]:
-    """AdamW with a one-cycle learning rate; the held-out images are looked at, never learnt."""
+    """Train with AdamW and a one-cycle learning rate. The held-out images are for accuracies alone."""
     n = len(digits.train_images)
     n_batches = n_epochs * -(-n // BATCH)
     optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE)
@@ -155,14 +155,14 @@ def training_progress(console: Console) -> Progress:
 
 
 class Block(NamedTuple):
-    """The trained ODE block with one batch on both sides of it."""
+    """The trained ODE block, with one batch at its input and the gradient of the loss at its output."""
 
     f: nn.Module
     z0: Tensor
     a1: Tensor  # dL/dz(1)
 
     def differentiate(self, gradient: GradientMethod, n_steps: int) -> tuple[list[Tensor], Stats]:
-        """dL/dz(0) and dL/dtheta by one forward and one backward pass."""
+        """Return dL/dz(0) and dL/dtheta, by one forward and one backward pass, with the counts of the solve."""
         solution = evolve(self.f, self.z0, n_steps, gradient)
         inputs = [self.z0, *self.f.parameters()]
         grads = torch.autograd.grad(solution.y[-1], inputs, self.a1)
@@ -233,7 +233,7 @@ def peaks_by_steps(block: Block) -> dict[str, list[int]]:
 
 @contextmanager
 def one_thread():
-    """Times of small operations are steadier on one thread, above all on a busy machine."""
+    """Context with one thread, on which times of small operations are steadier, above all on a busy machine."""
     n = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -3,8 +3,8 @@
     torchrun --standalone --nproc-per-node 2 -m examples.distributed [--epochs 12] [--batch 64] [--seed 0]
 
 Without torchrun it runs as a single process. Each process takes its share of every batch, and DistributedDataParallel
-averages the gradients that MALI finds; the ODE block needs nothing else. One process per GPU where there are any
-(nccl), otherwise on CPUs (gloo).
+averages the gradients that MALI computes; the ODE block needs nothing else. There is one process per GPU if there are
+GPUs (nccl); otherwise the processes run on the CPU (gloo).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def classifier() -> nn.Sequential:
 
 
 def shares(n: int, batch: int, epoch: int, rank: int, world: int) -> list[Tensor]:
-    """The share of this process in each batch of an epoch: all shuffle alike and take every world-th image."""
+    """Share of this process in each batch of an epoch: all processes shuffle alike and take every world-th image."""
     order = torch.randperm(n, generator=torch.Generator().manual_seed(epoch))
     return [part[rank::world] for part in order.split(batch) if len(part) >= world]
 
@@ -61,7 +61,7 @@ def train(model: DistributedDataParallel, digits: Digits, n_epochs: int, batch: 
             optimizer.step()
             schedule.step()
         if rank == 0:
-            # model.module: the wrapper would wait for the others, to share its buffers with them.
+            # model.module: the wrapper would wait for the other processes, to share its buffers with them.
             held_out = accuracy(model.module, digits.test_images, digits.test_labels)
             console.print(f"epoch {epoch:2}/{n_epochs}  held-out {held_out:.1%}")
 
@@ -92,7 +92,7 @@ def main() -> None:
     try:
         torch.manual_seed(options.seed)
         model = DistributedDataParallel(classifier().to(device))
-        torch.manual_seed(options.seed + dist.get_rank())  # another dropout in each process
+        torch.manual_seed(options.seed + dist.get_rank())  # each process has its own dropout
         digits = Digits(*(x.to(device) for x in read_digits()))
         console, start = Console(highlight=False), time.perf_counter()
         train(model, digits, options.epochs, options.batch, console)

@@ -94,7 +94,7 @@ def label(name: str) -> str:
 
 @contextmanager
 def published_tolerances() -> Iterator[None]:
-    """Ignore the warning that the paper's 1e-5 is near the round-off of float32: it is what is compared."""
+    """Ignore the warning that the paper's 1e-5 is near the round-off of float32: it is compared on purpose."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "rtol = 1e-05 is below 100 eps", tm.SolverWarning)
         yield

@@ -14,10 +14,10 @@ does above an operation (autograd, modules, optimisers, foreach, autocast, gener
 
 `transfers` lists where the host waits for the device (`reads`) and where it sends something there (`writes`).
 
-What it does not have: fused GRU and LSTM cells, pickling, numpy, streams.
+The device has no fused GRU and LSTM cells, pickling, numpy or streams.
 
-To import this module is to register the device, once per process and before the first backward pass, at which autograd
-counts the devices for good. (pytest imports all test files before it runs any.)
+Importing this module registers the device, once per process. This must happen before the first backward pass, at which
+autograd counts the devices for good. (pytest imports all test files before it runs any.)
 """
 
 from __future__ import annotations
@@ -38,36 +38,36 @@ NAME = "fake"
 CPU = torch.device("cpu")
 aten = torch.ops.aten
 LOW_PRECISION = ("linear", "matmul", "mm", "addmm", "bmm", "baddbmm", "conv1d", "conv2d", "conv3d")
-# A few of the operations in which CUDA takes a 0-d CPU tensor for a number.
+# Some of the operations in which CUDA accepts a 0-d CPU tensor as a number.
 POINTWISE = {aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.where.self}
 
 
 class Transfers(NamedTuple):
-    """Each entry says where in torchmali (or else in the caller), and by which operation: "integrate.py _read item"."""
+    """Transfers by place in torchmali (or else in the caller) and operation: "integrate.py _read item"."""
 
     reads: list[str]
     writes: list[str]
 
 
-_listening: list[Transfers] = []  # not by thread: backward has its own
+_listening: list[Transfers] = []  # for all threads: backward runs in its own
 _zero_dim_allowed = 0
 
 
 @contextmanager
 def transfers() -> Iterator[Transfers]:
-    """Lists what passes between host and device in the meantime, in any thread."""
+    """List the transfers between host and device within the context, in any thread."""
     seen = Transfers([], [])
     _listening.append(seen)
     try:
         yield seen
     finally:
-        # By identity: two lists of the same entries are equal.
+        # Compared by identity: two lists of the same entries are equal.
         _listening[:] = [other for other in _listening if other.reads is not seen.reads]
 
 
 @contextmanager
 def zero_dim_allowed() -> Iterator[bool]:
-    """As on CUDA, a 0-d CPU tensor is a number in pointwise operations."""
+    """Context in which, as on CUDA, a 0-d CPU tensor is a number in pointwise operations."""
     global _zero_dim_allowed
     _zero_dim_allowed += 1
     try:
@@ -77,7 +77,7 @@ def zero_dim_allowed() -> Iterator[bool]:
 
 
 class Backend(_DummyBackendModule):
-    """torch.fake"""
+    """The module torch.fake."""
 
     def __init__(self):
         self.generator, self.lock = torch.Generator(), threading.Lock()
@@ -96,7 +96,7 @@ class Backend(_DummyBackendModule):
 
 
 class OnDevice(Tensor):
-    """A tensor of the device; `raw` is what it wraps."""
+    """A tensor of the device; `raw` is the CPU tensor that it wraps."""
 
     raw: Tensor
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -129,11 +129,11 @@ class OnDevice(Tensor):
 
 
 class Kind(NamedTuple):
-    """What an operation's schema says of it."""
+    """Properties of an operation, from its schema."""
 
-    draws: bool  # random numbers
-    generator: int | None  # the position of that argument
-    reads: bool  # its result, or the shape of it, is known on the host
+    draws: bool  # it draws random numbers
+    generator: int | None  # position of the argument `generator`
+    reads: bool  # the host gets its result, or the shape of the result
     is_view: bool
     is_in_place: bool
 
@@ -155,8 +155,8 @@ _kinds: dict[Any, Kind] = {}
 
 def _run(func: Any, args: tuple, kwargs: dict) -> Any:
     kind = _kinds.get(func) or _kinds.setdefault(func, Kind.of(func))
-    known: dict[int, Tensor] = {}  # whom a tensor of the CPU belongs to, by its id
-    strangers: list[Tensor] = []  # tensors of the CPU among the arguments
+    known: dict[int, Tensor] = {}  # the device tensor that wraps a CPU tensor, by the id of the latter
+    strangers: list[Tensor] = []  # CPU tensors among the arguments
     raw_args = [_unwrapped(x, known, strangers) for x in args]
     raw_kwargs = {name: _unwrapped(x, known, strangers) for name, x in kwargs.items()}
     target = torch.device(kwargs.get("device") or DEVICE)
@@ -209,7 +209,7 @@ def _wrapped(out: Any, known: dict[int, Tensor]) -> Any:
 
 
 def _share_storage(views: Any, base: Any) -> None:
-    """So that memory is not counted twice."""
+    """Let views share the storage of their base, so that memory is not counted twice."""
     for view in views if isinstance(views, (list, tuple)) else (views,):
         if isinstance(view, OnDevice) and isinstance(base, OnDevice) and view is not base:
             if view.raw.untyped_storage()._cdata == base.raw.untyped_storage()._cdata:
@@ -224,7 +224,7 @@ def _drawn(func: Any, kind: Kind, args: list, kwargs: dict) -> Any:
     with backend.lock:
         if kind.generator is not None and kind.generator >= len(args):
             return func(*args, **{**kwargs, "generator": backend.generator})
-        # native_dropout and the like: from the CPU's own generator, lent the state of this one.
+        # native_dropout and the like take no generator: they draw from the CPU's, which gets this one's state.
         of_cpu = torch.get_rng_state()
         torch.set_rng_state(backend.generator.get_state())
         try:
@@ -246,7 +246,7 @@ def _note(kind: str, func: Any) -> None:
 
 
 def _caller() -> str:
-    """The innermost function of torchmali, or else of what is neither this file nor torch."""
+    """Return the innermost calling function of torchmali, or else of code that is neither this file nor torch."""
     frame, other = sys._getframe(2), ""
     while frame is not None:
         path = Path(frame.f_code.co_filename)
@@ -259,7 +259,7 @@ def _caller() -> str:
 
 
 def _copy_from(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
-    """The copy of torch.tensor(..., device=), which passes the subclass by."""
+    """Copy for torch.tensor(..., device=), which bypasses the subclass."""
     return _run(aten.copy_.default, (target, source), {})
 
 
@@ -289,5 +289,5 @@ def _register() -> list[torch.library.Library]:
     return [rest, named]
 
 
-_libraries = _register()  # kept: without them the kernels are gone
+_libraries = _register()  # kept alive: without the libraries their kernels are gone
 DEVICE = torch.device(NAME, 0)

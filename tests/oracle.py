@@ -1,4 +1,4 @@
-"""What gradients are compared with: plain autograd through the very steps that another method took."""
+"""Oracle for gradients: plain autograd through the very steps that another method took."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torchmali.tree import Structure
 
 @dataclass(frozen=True)
 class SameGrid(tm.StepController):
-    """Takes the steps of a recorded grid. Times may be tensors: interior points move with the segment's start."""
+    """Controller that repeats a recorded grid. Times may be tensors: interior points move with the segment's start."""
 
     boundaries: tuple[float, ...]
     lands_on_outputs: bool
@@ -53,7 +53,7 @@ class _SameGridState(ControllerState):
 
 
 def recorded_grid(func, y0, times: list[float], solver: tm.Solver, controller: tm.StepController, args=()) -> SameGrid:
-    """The grid that `solver` and `controller` take on this problem."""
+    """Record the grid that `solver` and `controller` take on this problem."""
     structure = Structure.of(y0)
 
     def f(t, z):
@@ -101,7 +101,7 @@ class Case:
         return Case(Field(), y0, t, w)
 
     def gradients(self, solver, controller, gradient) -> tuple[dict[str, Tensor], tm.Stats]:
-        """Gradients of a loss that looks at every output of every leaf."""
+        """Return gradients of a loss of every output of every leaf."""
         solution = tm.solve(
             self.func, self.y0, self.t, solver=solver, controller=controller, gradient=gradient, args=(self.w,)
         )
@@ -114,11 +114,11 @@ class Case:
         return dict(zip(inputs, grads, strict=True)), solution.stats
 
     def exact_gradients(self, solver, controller) -> dict[str, Tensor]:
-        """Plain autograd through the grid that solver and controller take here."""
+        """Return gradients by plain autograd through the grid that solver and controller take here."""
         grid = recorded_grid(self.func, self.y0, self.t.tolist(), solver, controller, args=(self.w.detach(),))
         return self.gradients(solver, grid, tm.Naive())[0]
 
 
 def worst_difference(grads: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
-    """Largest relative 2-norm difference."""
+    """Return the largest relative difference, in the 2-norm."""
     return max(float((grads[name] - exact[name]).norm() / exact[name].norm()) for name in exact)

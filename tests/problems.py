@@ -1,7 +1,7 @@
 """Problems that the tests share: dy/dt = f(t, y) in float64, with closed forms where there are any.
 
-Each is given twice, in torch and in NumPy, so that SciPy's solution of the second is an independent
-reference for ours of the first.
+Each is given twice, in torch and in NumPy, so that SciPy's solution of the NumPy problem is an independent
+reference for our solution of the torch problem.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ class ODE:
         return self.name
 
     def until(self, t_end: float) -> ODE:
-        """The same problem on another time span."""
+        """Return the same problem on another time span, up to t_end."""
         return replace(self, span=(self.span[0], t_end))
 
     def times(self, n: int) -> list[float]:
-        """n evenly spaced times that begin and end with the span."""
+        """Return n evenly spaced times that begin and end with the span."""
         return np.linspace(*self.span, n).tolist()
 
     def at(self, t: float) -> Tensor:
-        """The closed-form solution at t."""
+        """Return the closed-form solution at t."""
         assert self.exact is not None, f"{self} has no closed form"
         return self.exact(t)
 
     def reference(self, times: Sequence[float] | None = None) -> Tensor:
-        """SciPy's solution (DOP853 at rtol 1e-12) at these times (the end of the span alone)."""
+        """Return SciPy's solution (DOP853 at rtol 1e-12) at these times; None: at the end of the span alone."""
         if times is None:
             return _scipy(self, self.span[1:])[0]
         return _scipy(self, tuple(times))
@@ -68,16 +68,16 @@ class ODE:
 @functools.cache
 def _scipy(ode: ODE, times: tuple[float, ...]) -> Tensor:
     y0 = ode.y0.numpy().ravel()
-    # atol far below any solution here, yet not 0: one that passes through zero stays solvable.
+    # atol is far below any solution here, yet not 0: a solution that passes through zero stays solvable.
     got = solve_ivp(ode.flat_rhs, ode.span, y0, method="DOP853", t_eval=times, rtol=1e-12, atol=1e-15)
     assert got.success, got.message
     return torch.from_numpy(got.y.T.copy()).reshape(len(times), *ode.y0.shape)
 
 
 def scaled_error(y: Tensor, reference: Tensor, rtol: float, atol: float) -> float:
-    """Error in units of the tolerance, in the controllers' own norm: rms(err / (atol + rtol |y|)).
+    """Return the error in units of the tolerance, in the controllers' own norm: rms(err / (atol + rtol |y|)).
 
-    With several output times (one dimension more than the state, first): apply it to each.
+    With several output times (one dimension more than the state, first), apply this function to each.
     """
     ratio = (y - reference) / (atol + rtol * reference.abs())
     return ratio.square().mean().sqrt().item()

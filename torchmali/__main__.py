@@ -49,14 +49,14 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def arguments_of(options: argparse.Namespace) -> dict[str, Any]:
-    """Arguments of audit: those of the problem, and over them those of the command line."""
+    """Return the arguments of audit: those of the problem, overridden by those of the command line."""
     names = ("methods", "rtol", "atol", "max_seconds", "progress")
     given = {name: value for name in names if (value := getattr(options, name)) is not None}
     return {**load(options.problem), **given}
 
 
 def load(text: str) -> dict[str, Any]:
-    """Arguments of audit, from the function of that name."""
+    """Call the function that the text names, and return its result as arguments of audit."""
     place, _, name = text.rpartition(":")
     if not (place and name):
         raise InvalidOptionError(f"{text!r} names no function: write MODULE:FUNCTION or path/to/file.py:FUNCTION.")
@@ -68,7 +68,7 @@ def load(text: str) -> dict[str, Any]:
 
 
 def _names_in(place: str, name: str) -> dict[str, Any]:
-    """What a file or a module defines."""
+    """Return the names that a file or a module defines."""
     if place.endswith(".py"):
         if not Path(place).is_file():
             raise InvalidOptionError(f"There is no file {place}.")
@@ -77,7 +77,7 @@ def _names_in(place: str, name: str) -> dict[str, Any]:
     try:
         return vars(importlib.import_module(place))
     except ModuleNotFoundError as error:
-        is_another = not f"{place}.".startswith(f"{error.name}.")  # which the module itself wants to import
+        is_another = not f"{place}.".startswith(f"{error.name}.")  # one that the module itself imports
         if is_another:
             raise
         raise InvalidOptionError(
@@ -86,7 +86,7 @@ def _names_in(place: str, name: str) -> dict[str, Any]:
 
 
 def _arguments(text: str, problem: Any) -> dict[str, Any]:
-    """What the function returned, as arguments of audit."""
+    """Return the result of the user's function as arguments of audit."""
     known = list(inspect.signature(audit).parameters)
     if isinstance(problem, tuple):
         if len(problem) not in (2, 3, 4):

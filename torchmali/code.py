@@ -1,4 +1,4 @@
-"""A solution as integers, from which its start is rebuilt to the last bit."""
+"""End of a solve as integers, from which the start is rebuilt to the last bit."""
 
 from __future__ import annotations
 
@@ -24,12 +24,15 @@ from torchmali.tree import Structure
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Code:
-    """What `solve_back` needs beside f. It can be pickled, and sent to another process."""
+    """End state of a solve as integers, with the steps that led there: all that `solve_back` needs beside f.
+
+    A code can be pickled, and sent to another process.
+    """
 
     t0: float
     end: Snapshot  # z and v at the last time as integers, and the exponents of their spacing
-    events: Sequence[Event]  # of the tape
-    kept: Sequence[Snapshot]  # the bits that fell off at rescales, and v before each refresh
+    events: Sequence[Event]  # those on the tape
+    kept: Sequence[Snapshot]  # the bits that rescales dropped, and v before each refresh
     solver: Leapfrog
     structure: Structure
     args: tuple
@@ -45,9 +48,10 @@ class Code:
         return Code(number(start.t), end.snapshot(), events, kept, solver, structure, args)
 
     def start(self, func: Callable) -> FixedPoint:
-        """The state at the start."""
+        """Rebuild the state at the start."""
         end = FixedPoint.restore(self.end)
-        f = Field(func, end.point, self.structure, self.args, [], buffers="freeze")  # it leaves no trace
+        # Rebuilding the start must leave f's buffers as they are.
+        f = Field(func, end.point, self.structure, self.args, [], buffers="freeze")
 
         def undo_step(step: Step, state: FixedPoint) -> State:
             return self.solver.inverse(f.as_in_backward, step.t0, step.t1, state)
@@ -60,7 +64,7 @@ class Code:
             start, true_start = in_forward_pass([f.environment], run)
         if start.deviation(true_start, true_start, 0.0).component != 0:
             raise NonRepeatableFieldError(
-                "This code was not made with this f: the start that it leads to has another v than f(t, y). f must be "
+                "This code was not made with this f: its rebuilt start has another v than f(t, y). f must be "
                 "the very same function: weights, modes and buffers, dtype, device, autocast, and no random numbers "
                 "drawn inside it."
             )
@@ -73,5 +77,5 @@ class Code:
 
 
 def solve_back(func: Callable, code: Code) -> Any:
-    """y0 of the solve that made this code (`solve(..., return_code=True)`), to the last bit of its integer grid."""
+    """Rebuild y0 of the solve that made this code (`solve(..., return_code=True)`), to the last bit of its grid."""
     return code.structure.rebuild(code.start(func).point)

@@ -43,7 +43,7 @@ def rms_norm(x: Tensors) -> Tensor:
 
 
 def checked_norm(norm: Norm, x: Tensors) -> Tensor:
-    """norm(x), which must be one number."""
+    """Return norm(x); raise if it is not one number."""
     value = norm(x)
     if not isinstance(value, Tensor) or value.ndim or not value.is_floating_point():
         got = f"a {type(value).__name__}"
@@ -57,7 +57,7 @@ def checked_norm(norm: Norm, x: Tensors) -> Tensor:
 
 
 class SolveStart(NamedTuple):
-    """What a controller may look at when a solve begins."""
+    """Start of a solve, as a controller's `begin` gets it."""
 
     f: Slope
     solver: Solver
@@ -69,9 +69,10 @@ class SolveStart(NamedTuple):
 
 
 class ControllerState(ABC):
-    """A controller at work in one solve. Its attributes must be values that are replaced, not changed in place:
+    """State of a controller in one solve.
 
-    where several steps are taken back, the loop goes on with a shallow copy.
+    Its attributes must be values that are replaced, not changed in place: where several steps are taken back, the loop
+    continues with a shallow copy of the state.
     """
 
     n_rejected = 0
@@ -82,23 +83,23 @@ class ControllerState(ABC):
 
     @abstractmethod
     def next_time(self, t: Time, target: Time) -> Time:
-        """The time at which the next attempt from t should end: the very object `target`, or a time before it."""
+        """Return the time at which the next attempt from t should end: `target`, the same object, or a time before."""
 
 
 class AdaptiveControllerState(ControllerState):
-    """A controller that may reject an attempt, at work in one solve."""
+    """State of a controller that may reject an attempt, in one solve."""
 
     @abstractmethod
     def error_ratio(self, before: State, attempt: Attempt) -> Tensor:
-        """The attempt's error over the tolerance, as a 0-d tensor."""
+        """Return the attempt's error over the tolerance, as a 0-d tensor."""
 
     @abstractmethod
     def accepts(self, t0: Time, t1: Time, attempt: Attempt, ratio: Tensor, value: float) -> bool:
-        """Whether the attempt is accepted, given its `error_ratio` and the value of that. Counts `n_rejected`."""
+        """Whether the attempt is accepted. ratio: its `error_ratio`; value: that as a float. Counts `n_rejected`."""
 
 
 class StepController(ABC):
-    """How a solve chooses its steps. A new controller needs `begin`.
+    """Base of controllers, which choose the steps of a solve. A new controller needs `begin`.
 
     adaptive: whether `begin` returns an AdaptiveControllerState, which may reject steps.
     """
@@ -122,17 +123,17 @@ class StepController(ABC):
         return None
 
     def bind(self, structure: Structure) -> StepController:
-        """This controller for a state of this structure."""
+        """Return this controller for a state of this structure."""
         return self
 
     @abstractmethod
     def begin(self, start: SolveStart) -> ControllerState:
-        """The state of this controller for one solve."""
+        """Return the state of this controller for one solve."""
 
 
 @dataclass(frozen=True)
 class FixedStep(StepController):
-    """Steps of size h from each output time on, the last one shortened to land on the next.
+    """Steps of size h from each output time; the last one is shortened to end on the next output time.
 
     FixedStep(math.inf) takes one step per output interval.
     """
@@ -153,11 +154,11 @@ class FixedStep(StepController):
 
 
 def _n_steps(span: float, size: float) -> int:
-    return max(1, math.ceil(span / size - 1e-3))  # output times are often float32
+    return max(1, math.ceil(span / size - 1e-3))  # output times are often rounded to float32
 
 
 class FixedStepState(ControllerState):
-    """`FixedStep` at work in one solve."""
+    """State of `FixedStep` in one solve."""
 
     def __init__(self, size: float, start: SolveStart):
         super().__init__(start)
@@ -176,10 +177,10 @@ class FixedStepState(ControllerState):
 
 @dataclass(frozen=True, repr=False)
 class AdaptiveStep(StepController):
-    """Steps as long as norm(error / (atol + rtol max(|z|, |z'|))) <= 1 allows; all are checked.
+    """Steps as long as norm(error / (atol + rtol max(|z|, |z'|))) <= 1 allows; every step is checked.
 
     rtol, atol: numbers, or trees of numbers of y0's structure; a leaf with an infinite one is not controlled. h0: size
-    of the first step (None: Hairer's rule, one evaluation more). norm: from the scaled error's leaves to a 0-d tensor.
+    of the first step (None: Hairer's rule, one evaluation more). norm: maps the scaled error's leaves to a 0-d tensor.
     min_factor, max_factor: limits of the change of h from one attempt to the next. beta > 0: a PI controller, h <- h
     safety r^-((1 - 3/4 beta)/q) r_before^(beta/q), which changes h more smoothly (try 0.4). max_steps: attempts in one
     solve, not counting steps cut short by output times. land: end steps on output times although the solver can
@@ -254,12 +255,12 @@ class AdaptiveStep(StepController):
 
 
 def _smallest_step(t: float, span: float) -> float:
-    """The step at t that is told from round-off, where a time `span` lies ahead."""
+    """Smallest step at t that exceeds round-off, where a time `span` lies ahead."""
     return 10 * math.ulp(max(abs(t), 1e-10 * abs(span)))
 
 
 class AdaptiveStepState(AdaptiveControllerState):
-    """`AdaptiveStep` at work in one solve."""
+    """State of `AdaptiveStep` in one solve."""
 
     def __init__(self, controller: AdaptiveStep, start: SolveStart):
         super().__init__(start)
@@ -269,10 +270,10 @@ class AdaptiveStepState(AdaptiveControllerState):
         tolerances = list(zip(controller.rtol, controller.atol, strict=True))
         self.controlled = [i for i, pair in enumerate(tolerances) if all(map(math.isfinite, pair))]
         self.rtol = [controller.rtol[i] for i in self.controlled]
-        self.atol = [controller.atol[i] or 1e-36 for i in self.controlled]  # 0 / 0 is no error
+        self.atol = [controller.atol[i] or 1e-36 for i in self.controlled]  # avoids 0 / 0 where atol = 0
         self.n_attempts, self.limit = 0, controller.max_steps
         self.just_rejected = False
-        self.last = 1e-4  # the ratio of the last accepted step (Hairer's first one)
+        self.last = 1e-4  # error ratio of the last accepted step; Hairer's initial value
         span = abs(number(start.t_end - start.t0))
         smallest = _smallest_step(0.0, span)
         if controller.h0 is not None and not controller.h0 >= smallest:
@@ -281,7 +282,7 @@ class AdaptiveStepState(AdaptiveControllerState):
                 f"{smallest:.2g} are no more than round-off of the time. Give a longer h0, or None to have it chosen."
             )
         size = controller.h0 or self._first_step(start)
-        size = max(size, controller.h_min, 10 * math.ulp(number(start.t0)))  # it must move the time
+        size = max(size, controller.h_min, 10 * math.ulp(number(start.t0)))  # the step must move the time
         self.h: Time = math.copysign(min(size, controller.h_max), number(start.t_end - start.t0))
 
     def _scaled(self, x: Leaves, z0: Tensors, z1: Tensors) -> Tensor:
@@ -296,7 +297,7 @@ class AdaptiveStepState(AdaptiveControllerState):
 
     @torch.no_grad()
     def _first_step(self, start: SolveStart) -> float:
-        """Hairer, Norsett, Wanner (1993), II.4: the estimate should be 1 % of the tolerance."""
+        """Choose the first step as in Hairer, Norsett, Wanner (1993), II.4: its error is to be 1 % of the tolerance."""
         span, z0 = number(start.t_end - start.t0), start.state.point
         f0 = start.solver.first_slope(start.f, start.t0, start.state, start.carry)
         d0, d1 = torch.stack([self._scaled(z0, z0, z0), self._scaled(f0, z0, z0)]).tolist()
@@ -311,7 +312,7 @@ class AdaptiveStepState(AdaptiveControllerState):
         return min(100 * size, (0.01 / steepest) ** (1 / self.q), abs(span))
 
     def next_time(self, t: Time, target: Time) -> Time:
-        # The 1 % keeps a step from leaving a sliver behind, 1e-6 does where h is at its limit.
+        # A step is stretched by 1 %, or 1e-6 where h is at its limit, rather than leave a tiny last step.
         reach = min(1.01 * abs(self.h), (1 + 1e-6) * self.controller.h_max)
         return target if abs(target - t) <= reach else t + self.h
 
@@ -341,7 +342,7 @@ class AdaptiveStepState(AdaptiveControllerState):
         return accepted
 
     def _factor(self, ratio: Tensor, value: float) -> Time:
-        """By how much h is to change after a step with this error over the tolerance."""
+        """Return the factor by which h changes after a step with this error over the tolerance."""
         controller = self.controller
         low, high = controller.min_factor, controller.max_factor
         if value == 0:
@@ -351,7 +352,7 @@ class AdaptiveStepState(AdaptiveControllerState):
         beta = controller.beta
         power, rest = (0.75 * beta - 1) / self.q, controller.safety * self.last ** (beta / self.q)
         wish: Time = value**power * rest
-        if self.through_search:  # adds zero, and the derivative by r: h is the same to the bit
+        if self.through_search:  # adds zero and the derivative by r: h keeps its bits
             r = ratio.to("cpu", torch.float64)
             wish = wish + (r**power - r.detach() ** power) * rest
         return min(high, max(low, wish))
@@ -362,7 +363,7 @@ class AdaptiveStepState(AdaptiveControllerState):
         if self.just_rejected:
             factor = min(1.0, factor)
         # A step cut short to land on an output says little about the next h: keep the longer.
-        cut_short = 0 < abs(h) < 0.99 * abs(self.h)  # of length 0: too short to move the time
+        cut_short = 0 < abs(h) < 0.99 * abs(self.h)  # h = 0: too short to move the time
         self.h = max(h * factor, self.h, key=abs) if cut_short else h * factor
         self.limit += cut_short  # many output times are no sign of trouble
 

@@ -15,7 +15,7 @@ class InvalidOptionError(SolverError, ValueError):
 
 
 class UnknownMethodError(SolverError, ValueError):
-    """A name that stands for no solver or gradient method."""
+    """A name is not that of a solver or gradient method."""
 
 
 class InvalidStateError(SolverError, TypeError):
@@ -31,7 +31,7 @@ class InvalidFieldError(SolverError, TypeError):
 
 
 class IncompatibleError(SolverError, TypeError):
-    """A solver, controller and gradient method that cannot work together."""
+    """A solver, controller and gradient method cannot work together."""
 
 
 class NonFiniteError(SolverError, RuntimeError):
@@ -55,11 +55,11 @@ class DoubleBackwardError(SolverError, RuntimeError):
 
 
 class SolverWarning(UserWarning):
-    """The solve went on, but something is probably not as it was meant, or less exact than it should be."""
+    """The solve continued, but its setup is probably not what was meant, or its result less exact than it should be."""
 
 
 def warn(message: str) -> None:
-    """Warn at the line of the user that led here."""
+    """Issue a SolverWarning that points to the user's line."""
     frame, level = sys._getframe(1), 2
     while frame is not None and frame.f_globals.get("__name__", "").startswith(("torchmali.", "torch.")):
         frame, level = frame.f_back, level + 1

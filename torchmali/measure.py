@@ -12,15 +12,15 @@ from torchmali._torch import TorchDispatchMode, storage_key
 
 
 class LiveBytes(TorchDispatchMode):
-    """Follows the storages that operations inside the context make, until they are freed.
+    """Context that follows the storages made by operations inside it, until they are freed.
 
-    `peak` is the largest sum of bytes that were alive at once. Tensors from before do not count.
+    `peak` is the largest sum of bytes that were alive at once. Tensors from before the context do not count.
     """
 
     def __init__(self):
         super().__init__()
         self.live = self.peak = 0
-        self._known: set[int] = set()  # addresses; a freed one may come back as another storage
+        self._known: set[int] = set()  # addresses; a freed address may be reused by another storage
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -51,7 +51,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def peak_bytes(run: Callable[[], Any]) -> int:
-    """Peak bytes of live tensors during run(), after one run to warm up."""
+    """Return the peak bytes of live tensors during run(), after one run to warm up."""
     run()
     with LiveBytes() as live:
         run()

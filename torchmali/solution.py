@@ -1,4 +1,4 @@
-"""What a solve returns: the solution and its statistics."""
+"""Results of a solve: the solution and its statistics."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TELL_LIMIT = 1e-3  # a gradient wrong by more than about this is warned about
 
 
 def short_repr(self: Any) -> str:
-    """A dataclass as one would write it: without the fields that are at their default."""
+    """Return the call that makes a dataclass, without the fields that are at their default."""
     pairs = [(x, getattr(self, x.name)) for x in fields(self) if x.repr]
     changed = [(x.name, value) for x, value in pairs if value is not x.default and value != x.default]  # nan is not nan
     return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in changed)})"
@@ -64,7 +64,7 @@ class Solution(NamedTuple):
 
 
 def _shapes(tree: Any) -> str:
-    """A tree with the shapes of its tensors in their place."""
+    """Return the repr of a tree, with shapes in place of its tensors."""
     structure = Structure.of(tree)
     shapes = [tuple(x.shape) if isinstance(x, Tensor) else x for x in structure.flatten(tree)]
     return repr(structure.rebuild(shapes))

@@ -51,14 +51,14 @@ def odeint(
     args: tuple = (),
     params: Iterable[Tensor] | None = None,
 ) -> Any:
-    """torchdiffeq's `odeint`, with `gradient` to choose how it is differentiated; returns y, time first.
+    """torchdiffeq's `odeint`, with `gradient` to choose the gradient method; returns y, time first.
 
     method: "dopri5" (default), "alf" or "alf4" (default with gradient="mali": "alf4" for adaptive steps with rtol <=
     1e-3), "alf6", "tsit5", "dopri8", "bosh3", "adaptive_heun", "euler", "midpoint", "heun2", "heun3", "rk4" (3/8 rule),
-    "rk4_classic", or a solver. gradient: "naive" (default),
-    "aca", "mali", "adjoint", "seminorm", or a gradient method. options: step_size, or first_step, safety, ifactor,
-    dfactor, min_step, max_step, max_num_steps, norm. Other than there, max_num_steps (10,000) is for the whole solve,
-    and fixed steps end at each output time instead of being interpolated.
+    "rk4_classic", or a solver. gradient: "naive" (default), "aca", "mali", "adjoint", "seminorm", or a gradient method.
+    options: step_size, or first_step, safety, ifactor, dfactor, min_step, max_step, max_num_steps, norm. Unlike in
+    torchdiffeq, max_num_steps (10,000) limits the whole solve, and fixed steps end at each output time instead of being
+    interpolated.
     """
     chosen = _named(gradient, GRADIENTS, GradientMethod, "gradient method", Naive())
     options = dict(options or {})
@@ -68,7 +68,7 @@ def odeint(
     solver = _named(method, SOLVERS, Solver, "method", default)
     norm = options.get("norm")
     if norm is not None and isinstance(y0, Tensor):
-        options["norm"] = lambda x: norm(x[0])  # torchdiffeq gives it the tensor, we a tuple of leaves
+        options["norm"] = lambda x: norm(x[0])  # torchdiffeq's norms take the tensor, ours a tuple of leaves
     controller = _controller(solver, rtol, atol, options)
     return solve(func, y0, t, solver=solver, controller=controller, gradient=chosen, args=args, params=params).y
 

@@ -22,7 +22,7 @@ class Structure:
         return LEAF if type(tree) is Tensor else Structure(tree_structure(tree))
 
     def flatten(self, tree: Any) -> tuple:
-        """The leaves of a tree of this structure, dicts in this structure's order; else a ValueError.
+        """Return the leaves of a tree of this structure, dicts in this structure's order; raise ValueError for another.
 
         A list may stand for a tuple and a tuple for a list.
         """
@@ -51,7 +51,7 @@ LEAF = Structure(tree_structure(None))
 
 
 def _aligned(tree: Any, wanted: Any) -> Iterator[Any]:
-    """The leaves of a tree in the order of another one."""
+    """Yield the leaves of a tree in the order of those of `wanted`."""
     if isinstance(wanted, dict) and isinstance(tree, dict) and wanted.keys() == tree.keys():
         pairs = [(tree[key], wanted[key]) for key in wanted]
     elif isinstance(wanted, (tuple, list)) and isinstance(tree, (tuple, list)) and len(wanted) == len(tree):
@@ -66,5 +66,5 @@ def _aligned(tree: Any, wanted: Any) -> Iterator[Any]:
 
 
 def sketch(tree: Any) -> str:
-    """A tree as text, with stars for leaves: {'a': (*, *), 'b': *}."""
+    """Return a tree as text, with stars for leaves: {'a': (*, *), 'b': *}."""
     return repr(tree_map(lambda _: "*", tree)).replace("'*'", "*")

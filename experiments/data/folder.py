@@ -119,7 +119,7 @@ def draw_box(
 
 
 def crop(picture: Image.Image, box: Box, size: int) -> Tensor:
-    """The box, scaled to size x size: uint8 (3, size, size)."""
+    """Cut out the box and scale it to size x size: uint8 (3, size, size)."""
     edges = (box.left, box.top, box.left + box.width, box.top + box.height)
     return _tensor(picture.crop(edges).resize((size, size), Image.Resampling.BILINEAR))
 

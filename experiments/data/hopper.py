@@ -50,10 +50,10 @@ def simulate(
     dtype: torch.dtype = torch.float32,
     tell: Tell = lambda done, of: None,
 ) -> Tensor:
-    """n trajectories (n, length, 14), from the cache in `folder` as far as they are there.
+    """Simulate n trajectories (n, length, 14), or read those that are in the cache in `folder`.
 
-    Chunks that are finished stay when the rest is killed, and are not simulated again. tell is called with how many
-    trajectories are done, of how many. A process that may not have children simulates by itself.
+    Finished chunks stay when the process is killed, and are not simulated again. tell: called with the number of
+    trajectories that are done, and n. A process that may not have children simulates in itself.
     """
     if n < 1 or length < 2 or processes < 1:
         raise ValueError(f"n = {n}, length = {length}, processes = {processes}: at least 1, 2 and 1 are needed.")
@@ -92,7 +92,7 @@ def simulate(
 
 
 def starts(n: int, seed: int) -> np.ndarray:
-    """(n, 14): drawn in the published order, one trajectory after the other."""
+    """Draw initial states (n, 14) in the published order, one trajectory after the other."""
     random = np.random.RandomState(seed)
     return np.stack(
         [
@@ -103,7 +103,7 @@ def starts(n: int, seed: int) -> np.ndarray:
 
 
 def load(folder: Path | None) -> Tensor:
-    """The data folder's trajectories, (n, 200, 14), float32 or float64 as they are."""
+    """Load the data folder's trajectories, (n, 200, 14), in the float32 or float64 of the file."""
     path = None if folder is None else folder / "HopperPhysics" / "training.npy"
     if path is None or not path.is_file():
         raise SOURCE.missing(folder)
@@ -116,17 +116,17 @@ def load(folder: Path | None) -> Tensor:
 
 
 def normalise(x: Tensor) -> Tensor:
-    """(x - min) / max of each channel over all trajectories and times.
+    """Scale each channel to (x - min) / max over all trajectories and times.
 
-    Not max - min: so it is in the published code, and the published errors are in these units. Do it before taking a
-    part of the trajectories.
+    The published code divides by max, not by max - min, and the published errors are in these units. Normalise before
+    taking a part of the trajectories.
     """
     low, high = x.amin((0, 1)), x.amax((0, 1))
     return (x - low) / torch.where(high == 0, torch.ones_like(high), high)
 
 
 def windows(x: Tensor, random: np.random.RandomState, length: int = 100) -> Tensor:
-    """A random stretch of each trajectory. Published: RandomState(1991)."""
+    """Cut a random window from each trajectory. The published windows are those of RandomState(1991)."""
     n, n_times = x.shape[:2]
     if not 0 < length <= n_times:
         raise ValueError(f"A window of {length} does not fit into {n_times} times.")
@@ -135,12 +135,12 @@ def windows(x: Tensor, random: np.random.RandomState, length: int = 100) -> Tens
 
 
 def times(length: int = 100, of: int = LENGTH) -> Tensor:
-    """The first `length` of 0, 1/of, 2/of, ...: every window starts at 0, wherever it was cut. float64."""
+    """Return the first `length` of 0, 1/of, 2/of, ... in float64: every window starts at 0, wherever it was cut."""
     return torch.arange(length, dtype=torch.float64) / of
 
 
 def train_test(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The first 80 % and the rest."""
+    """Split trajectories into the first 80 % and the rest."""
     n_train = int(len(x) * 0.8)
     return x[:n_train], x[n_train:]
 
@@ -169,7 +169,7 @@ def _spoilt(path: Path, why: str) -> DataError:
 
 
 def _sweep(place: Path) -> None:
-    """Delete what killed processes began to write; no process writes at one chunk for a minute."""
+    """Delete unfinished files of killed processes; no process takes a minute to write a chunk."""
     for draft in place.glob("*.draft"):
         if time.time() - draft.stat().st_mtime > 60:
             draft.unlink(missing_ok=True)

@@ -43,7 +43,7 @@ def _path(folder: Path | None, name: str) -> Path:
 
 
 def _read(folder: Path | None, name: str, magic: int, shape: tuple[int, ...]) -> np.ndarray:
-    """The idx format: magic number, number of items, size of an item, all big-endian; then bytes."""
+    """Read the idx format: magic number, number of items, size of an item, all big-endian; then bytes."""
     path = _path(folder, name)
     try:
         with gzip.open(path, "rb") as file:

@@ -1,6 +1,7 @@
-"""Hopper in MuJoCo: one chunk of trajectories, in whatever process. No torch here: it would take seconds to start.
+"""Simulation of Hopper in MuJoCo: one chunk of trajectories, in any process.
 
-The model is dm_control's, read from its installed package without importing it, which would want a screen.
+The model is dm_control's, read from its installed package without importing it, which would need a screen. This module
+does without torch, which would take seconds to start.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def chunk(path: Path, start: np.ndarray, length: int, dtype: str) -> None:
 def trajectories(start: np.ndarray, length: int) -> np.ndarray:
     """Simulate from start (trajectory, channel). `mujoco.rollout` gives the same bits as single steps, in less time."""
     text, parts, _ = model()
-    engine: Any = mujoco  # its type hints say less than it does
+    engine: Any = mujoco  # its type hints are incomplete
     hopper = engine.MjModel.from_xml_string(text, parts)
     if (hopper.nq, hopper.nv, hopper.na) != (N_POSITIONS, N_POSITIONS, 0):
         raise DataError(f"dm_control's Hopper has {hopper.nq} positions and {hopper.nv} speeds, not 7 and 7. {INSTALL}")
@@ -75,7 +76,7 @@ def trajectories(start: np.ndarray, length: int) -> np.ndarray:
     steps, _ = engine.rollout.rollout(
         hopper, engine.MjData(hopper), np.concatenate([clock, start], 1), nstep=length - 1
     )
-    # MuJoCo stops or starts again, with a warning only, where a state becomes too large: the clock tells.
+    # MuJoCo stops or restarts, with only a warning, where a state becomes too large: the clock shows it.
     times = np.arange(1, length) * hopper.opt.timestep
     states = steps[..., 1 : 1 + N_CHANNELS]
     if np.abs(steps[..., 0] - times).max() > 1e-9 or not np.isfinite(states).all():

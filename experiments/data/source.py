@@ -1,4 +1,4 @@
-"""Base of all loaders: where data is, errors that say what to do, files that are whole or not there.
+"""Base of all loaders: the data folder, errors that say what to do, files that are complete or not there.
 
 This module needs NumPy only, so that the processes that simulate start quickly.
 """
@@ -65,7 +65,7 @@ class Source:
 
 
 def data_dir(given: str | Path | None) -> Path | None:
-    """The folder with the data sets: what --data-dir says, or else TORCHMALI_DATA, or else none."""
+    """Return the folder with the data sets: that of --data-dir, or else of TORCHMALI_DATA, or else None."""
     place = given or os.environ.get(VARIABLE)
     return Path(place).expanduser() if place else None
 
@@ -83,7 +83,7 @@ def read_npy(path: Path, damaged: Callable[[Path, str], DataError]) -> np.ndarra
 
 
 def read_npz(path: Path, names: Sequence[str], source: Source) -> list[np.ndarray]:
-    """The named arrays of an archive; never runs code."""
+    """Read the named arrays of an archive; never runs code."""
     try:
         with path.open("rb") as file:
             archive = np.load(file, allow_pickle=False)

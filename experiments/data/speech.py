@@ -100,7 +100,7 @@ def find(folder: Path | None, version: str | None = None) -> Clips:
 
 
 def read(path: Path) -> np.ndarray | None:
-    """A clip as int16 (16000,), or None if it is longer or shorter."""
+    """Read a clip as int16 (16000,); return None if it is longer or shorter."""
     try:
         with wave.open(str(path), "rb") as file:
             channels, width, rate, n, *_ = file.getparams()
@@ -132,10 +132,10 @@ def features(clips: Clips, batch: int = 256, tell: Callable[[int, int], None] = 
 
 
 def mfcc(waves: Tensor) -> Tensor:
-    """MFCCs, float32 (clip, frame, 20), of (clip, sample), int16 or in [-1, 1]; 161 frames for 16000 samples.
+    """Compute MFCCs, float32 (clip, frame, 20), of waves (clip, sample), int16 or in [-1, 1]; 161 frames for 16000.
 
-    Power of the short-time Fourier transform, 64 mel filters, logarithm, discrete cosine transform; in float64, because
-    the logarithm of a quiet band shows the round-off of a loud one.
+    The steps are the power of the short-time Fourier transform, 64 mel filters, logarithm, discrete cosine transform;
+    all in float64, because the logarithm of a quiet band shows the round-off of a loud one.
     """
     scale = 2.0**15 if waves.dtype == torch.int16 else 1.0
     window = torch.hann_window(N_FFT, periodic=True, dtype=torch.float64)
@@ -146,7 +146,7 @@ def mfcc(waves: Tensor) -> Tensor:
 
 
 def mel_filters() -> Tensor:
-    """(frequency, mel): triangles between neighbours of 66 points that are equally spaced in HTK's mel, 0 to 8 kHz.
+    """Mel filters (frequency, mel): triangles between neighbours of 66 points, equally spaced in HTK's mel, 0 to 8 kHz.
 
     mel(f) = 2595 log10(1 + f / 700). A triangle is 1 at its middle, whatever its area. Two are so narrow that they hold
     no frequency of a transform of 200 samples: those columns are zero, as in torchaudio.
@@ -160,7 +160,7 @@ def mel_filters() -> Tensor:
 
 
 def cosines() -> Tensor:
-    """(mel, coefficient): the first 20 columns of the orthonormal DCT-II."""
+    """Matrix (mel, coefficient) of the first 20 columns of the orthonormal DCT-II."""
     k = torch.arange(N_COEFFICIENTS, dtype=torch.float64)
     m = torch.arange(N_MELS, dtype=torch.float64)[:, None]
     matrix = torch.cos(torch.pi / N_MELS * (m + 0.5) * k) * (2.0 / N_MELS) ** 0.5
@@ -169,7 +169,7 @@ def cosines() -> Tensor:
 
 
 def load_table(folder: Path | None) -> Table:
-    """10,000 clips of v0.01 whose MFCCs were computed before; split by speaker."""
+    """Load 10,000 clips of v0.01 whose MFCCs were computed before; split by speaker."""
     path = None if folder is None else folder / "SpeechCommands" / "mfcc_10k.npz"
     if path is None or not path.is_file():
         raise TABLE.missing(folder)
@@ -188,7 +188,7 @@ def load_table(folder: Path | None) -> Table:
 
 
 def random_split(labels: Tensor) -> Split:
-    """70 / 15 / 15 %, each word in the same proportion: scikit-learn's split with random states 0 and 1, as published.
+    """Split 70 / 15 / 15 %, each word in proportion: scikit-learn's split with random states 0 and 1, as published.
 
     The published code takes files in the order of the file system; here they are sorted, so the parts are not the same
     clips, but they are the same on every machine. Speakers are in several parts.
@@ -205,7 +205,7 @@ def random_split(labels: Tensor) -> Split:
 
 
 def speaker_split(paths: Sequence[Path], seed: int) -> Split:
-    """About 70 / 15 / 15 % of the clips; no speaker is in two parts."""
+    """Split clips into about 70 / 15 / 15 %; no speaker is in two parts."""
     speakers = [speaker_of(path) for path in paths]
     names = sorted(set(speakers))
     if len(names) < 3:

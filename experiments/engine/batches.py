@@ -1,4 +1,4 @@
-"""Batches of data: what training asks of them, sets of tensors in memory, and the share of one process of several."""
+"""Batches of data: their protocol, sets of tensors in memory, and the share of one process of several."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Batch = tuple[Tensor, ...]
 
 
 class Batches(Protocol):
-    """The data of a run. All chance is in the generators, or in torch's global one, which is seeded for each epoch."""
+    """Data of a run. Random numbers come from the generators, or from torch's global one, seeded for each epoch."""
 
     def train(self, epoch: int, order: torch.Generator, subsample: torch.Generator) -> Iterable: ...
 
@@ -37,7 +37,7 @@ def even_shares(rows: Tensor, batch: int, devices: int) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class Parts:
-    """Batches that are read when they are wanted, each from its rows; ahead of time, by so many threads, if any."""
+    """Batches that are read on demand, each from its rows. workers: threads that read ahead; 0: none."""
 
     rows: Sequence[Tensor]
     read: Callable[[Tensor], Batch]
@@ -51,7 +51,7 @@ class Parts:
             yield from map(self.read, self.rows)
             return
         waiting: deque[Future[Batch]] = deque()
-        with ThreadPoolExecutor(self.workers) as pool:  # Pillow and torch let go of the interpreter
+        with ThreadPoolExecutor(self.workers) as pool:  # Pillow and torch release the interpreter lock
             for rows in self.rows:
                 waiting.append(pool.submit(self.read, rows))
                 if len(waiting) > self.workers:
@@ -61,7 +61,7 @@ class Parts:
 
 
 def share(batches: Iterable, rank: int, world: int, even: bool) -> Iterable:
-    """Take every world-th batch. even: as many for all, or processes with one more would wait for ever."""
+    """Take every world-th batch. even: equally many for all processes; one with a batch more would wait for ever."""
     if isinstance(batches, Parts):  # the others need not be read
         n = len(batches) // world * world if even else len(batches)
         return Parts(batches.rows[rank:n:world], batches.read, batches.workers)

@@ -38,7 +38,7 @@ class CheckpointKeeper(lightning.Callback):
     def resume(self, module: lightning.LightningModule) -> None:
         """Resume from the last checkpoint that is undamaged and was written by this code."""
         if rank_zero_only.rank == 0:
-            for draft in self.run.folder.glob("*.draft"):  # killed while it wrote
+            for draft in self.run.folder.glob("*.draft"):  # of a process that was killed while it wrote
                 draft.unlink()
         for path in sorted(self.run.folder.glob("epoch-*.ckpt"), reverse=True):
             try:
@@ -67,7 +67,7 @@ class CheckpointKeeper(lightning.Callback):
         self.history = [{name: row[i] for name, row in record.metrics.items() if row[i] is not None} for i in range(n)]
         self.seconds, self.cpu = record.seconds["epochs"], record.seconds["training_cpu"]
         self.spent_before = record.seconds["total"]
-        self._compare(module)  # no other epoch's weights are there
+        self._compare(module)  # there are weights of no other epoch
         self.run.notes.append(f"Went on from the weights of {n} epochs; the optimizer's averages began anew.")
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
@@ -164,7 +164,7 @@ class CheckpointKeeper(lightning.Callback):
         trainer.save_checkpoint(draft)  # by all processes
         if trainer.is_global_zero:
             content = draft.read_bytes()
-            # Its checksum first: a checkpoint that is there can be checked.
+            # The checksum is written first, so that every checkpoint that exists can be checked.
             write_in_one_piece(_checksum_of(path), hashlib.sha256(content).hexdigest().encode())
             write_in_one_piece(path, content)
             draft.unlink()

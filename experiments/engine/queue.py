@@ -83,7 +83,7 @@ def _perform(task: Task, options: Options, tell: Tell) -> str:
             record.written(task.path)
         else:
             note += "the record has more epochs than were trained now, and was kept. "
-            options = options._replace(keep_weights=False)  # they are not the record's
+            options = options._replace(keep_weights=False)  # these weights are not the record's
     if options.keep_weights:
         note += _kept_weights(task)
     if not finished:
@@ -169,7 +169,7 @@ def _next_news(news: Any, working: Mapping[Path, Any]) -> tuple[Path, float, str
     while True:
         try:
             return news.get(timeout=1.0)
-        except Exception:  # queue.Empty: is everyone still alive?
+        except Exception:  # queue.Empty: check that all processes are alive
             for path, (_, process) in working.items():
                 if not process.is_alive() and news.empty():
                     return path, 0.0, f"its process died (exit code {process.exitcode})", False

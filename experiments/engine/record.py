@@ -31,7 +31,7 @@ PACKAGES = ("torch", "torchmali", "numpy", "scipy", "scikit-learn", "lightning",
 
 
 class DamagedRecord(Exception):
-    """A record that was changed since it was written, or is none."""
+    """A record that was changed since it was written, or a file that is no record."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Record:
     finished: bool = True
 
     def written(self, path: Path) -> Record:
-        """Write it, in one piece or not at all."""
+        """Write the record, completely or not at all."""
         record = replace(self, made=self.made or made_with())
         body = asdict(record)
         text = _laid_out({"sha256": checksum(body), **body})

@@ -1,4 +1,4 @@
-"""Tasks: an experiment with presets, one run of it that is asked for, and what a running one works with.
+"""Tasks: an experiment with presets, one requested run of it, and the tools of a running task.
 
 An experiment is a function from a frozen config to results. It computes in pieces through its `Run`: finished pieces
 are kept in `runs/` and are not computed again, so that a run that was killed goes on where it was.
@@ -71,7 +71,7 @@ class Experiment:
 
 
 class Task(NamedTuple):
-    """One run that is asked for."""
+    """One requested run."""
 
     experiment: Experiment
     preset: str
@@ -105,7 +105,7 @@ class Task(NamedTuple):
         return " ".join(words)
 
     def finished(self) -> Record | None:
-        """Its record, if there is one that can be trusted and was made with this config."""
+        """Return its record, if there is one that can be trusted and was made with this config."""
         if not self.path.exists():
             return None
         record = Record.read(self.path)
@@ -149,12 +149,12 @@ class Run:
     tell: Tell = lambda done, text: None  # noqa: E731
     deadline: float = float("inf")  # of time.monotonic()
     data_dir: Path | None = None
-    any_code: bool = False  # go on from what code that has changed since has left
-    before: Record | None = None  # what an earlier run came to, if there are weights beside it
+    any_code: bool = False  # continue from results of code that has changed since
+    before: Record | None = None  # record of an earlier run, if there are weights beside it
     metrics: dict[str, list] = field(default_factory=dict)
     seconds: dict[str, Any] = field(default_factory=dict)
     so_far: dict[str, Any] = field(default_factory=dict)  # results, should time run out
-    notes: list[str] = field(default_factory=list)  # what was amiss, in sentences for whoever asked for the run
+    notes: list[str] = field(default_factory=list)  # problems, in sentences for the user
 
     def __post_init__(self):
         self.folder = self.task.folder
@@ -177,7 +177,7 @@ class Run:
             os.fsync(file.fileno())
 
     def pieces(self, work: Mapping[str, Callable[[], Any]]) -> dict[str, Any]:
-        """The values of all pieces, computing those that are missing, one after the other."""
+        """Return the values of all pieces, after computing those that are missing, one after the other."""
         done, code = self._finished_pieces(), code_hash(self.task.experiment.main)
         for i, (name, compute) in enumerate(work.items()):
             if name not in done:
@@ -198,7 +198,7 @@ class Run:
         if self._pieces is None:
             path = self.folder / "pieces.jsonl"
             lines = path.read_text().splitlines() if path.exists() else []
-            # Killed while it wrote: what is whole counts. Of code that has changed since: it does not.
+            # Whole pieces of a run that was killed count; pieces of code that has changed since do not.
             code = code_hash(self.task.experiment.main)
             bodies = [body for line in lines if (body := _checked(line)) and body["code"] == code]
             if len(bodies) < len(lines):

@@ -220,7 +220,7 @@ def _quiet() -> Iterator[None]:
         for logger in loggers:
             logger.setLevel(logging.ERROR)
         with warnings.catch_warnings():
-            # torch 2.9 and later say so of each loader; what Lightning does works all the same.
+            # torch 2.9 and later warn so for each loader; Lightning works all the same.
             message = r"`isinstance\(treespec, LeafSpec\)` is deprecated"
             warnings.filterwarnings("ignore", message, FutureWarning, r"lightning\.pytorch\.utilities\._pytree")
             yield

@@ -20,7 +20,7 @@ ACCURATE = evaluation(tm.Dopri5(), tm.AdaptiveStep(1e-4, 1e-5))  # in the plane
 
 @contextmanager
 def solved_by(flows: Sequence[CNF], solve: Solve) -> Iterator[None]:
-    """Solve flows so for a while, without regularisers, and with the noise of the trace that varies least."""
+    """Context in which flows are solved so, without regularisers, and with the trace noise of least variance."""
     fields = ("solver", "controller", "gradient", "kinetic", "jacobian", "trace")
     before = [{name: getattr(cnf, name) for name in fields} for cnf in flows]
     for cnf in flows:

@@ -34,8 +34,8 @@ SPLIT = 0
 class FlowsConfig(Config):
     """Settings of a flow. None: for rtol, atol those of the method; for n_train, n_test all.
 
-    weight: of both regularisers in the loss, where a method has not one of its own. side: images are averaged to that,
-    None: as they are. batches: of training, in an epoch. workers: threads that read pictures.
+    weight: of both regularisers in the loss, for methods without a weight of their own. side: images are averaged to
+    this side; None: they are not. batches: of training, in an epoch. workers: threads that read pictures.
     """
 
     data: str = "digits"  # mnist, cifar10, folder
@@ -136,7 +136,7 @@ def network(config: FlowsConfig, shape: tuple[int, int, int]) -> FFJORD:
 
 @dataclass(frozen=True)
 class Decoded:
-    """Pictures that are read when they are wanted."""
+    """Pictures that are read on demand."""
 
     paths: Sequence[Path]
     side: int
@@ -363,7 +363,7 @@ def by_solver(module: ImageFlow, pixels: Tensor) -> dict[str, float]:
 
 @torch.no_grad()
 def round_trip(module: ImageFlow, pixels: Tensor) -> dict[str, float]:
-    """The largest difference of x from what comes back, both ways: by Dopri5 at 1e-5, and as float64 at 1e-8."""
+    """Largest difference of x from the inverse of its z: by Dopri5 at 1e-5, and in float64 at 1e-8."""
 
     def there_and_back(network: FFJORD, x: Tensor, solve: Solve) -> float:
         with solved_by(network.flows(), solve):

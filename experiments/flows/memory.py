@@ -1,7 +1,7 @@
 """Memory of one training step of the published flow of CIFAR-10, by gradient method, tolerance and batch.
 
-Two batch sizes give the bytes of an image, and with that the largest batch on a GPU of 8 GB. Random pixels, and random
-weights: with those that training begins with, flows stand still and a step is as long as the flow.
+Two batch sizes give the bytes of an image, and from those the largest batch on a GPU of 8 GB. Pixels and weights are
+random: with the weights that training begins with, flows stand still and one step spans the whole flow.
 """
 
 from __future__ import annotations
@@ -58,7 +58,10 @@ def cell(config: FlowMemoryConfig, method: str, tolerance: float, batch: int) ->
 
 
 def same_for_all(x: Tensor) -> Tensor:
-    """Noise. A batch of equal images then takes the steps of one, and bytes are in proportion to it."""
+    """Draw noise that is the same for all images.
+
+    A batch of equal images then takes the steps of one image, and bytes are in proportion to the batch.
+    """
     return torch.randn_like(x[:1]).expand_as(x).clone()
 
 

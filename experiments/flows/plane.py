@@ -51,7 +51,7 @@ def circles(n: int, generator: torch.Generator) -> Tensor:
 
 
 def pinwheel(n: int, generator: torch.Generator) -> Tensor:
-    """Five arms, which turn the more the farther they are."""
+    """Draw from five arms, which are turned more the farther out they are."""
     arm = torch.randint(5, (n,), generator=generator)
     noise = torch.randn(n, 2, generator=generator) * torch.tensor([0.3, 0.1])
     along, across = noise[:, 0] + 1, noise[:, 1]
@@ -61,7 +61,7 @@ def pinwheel(n: int, generator: torch.Generator) -> Tensor:
 
 
 def checkerboard(n: int, generator: torch.Generator) -> Tensor:
-    """Eight squares of side 2, of sixteen."""
+    """Draw from eight of sixteen squares of side 2."""
     x, y = (4 * torch.rand(n, generator=generator) for _ in range(2))
     column = x.floor()
     row = 2 * torch.randint(2, (n,), generator=generator) + column % 2
@@ -145,7 +145,7 @@ N_SHOWN, N_TIMES, N_CELLS = 1000, 25, 80
 
 
 def quantised(x: Tensor) -> str:
-    """Points as two bytes a coordinate."""
+    """Encode points with two bytes per coordinate."""
     steps = ((x / (2 * LIMIT) + 0.5).clamp(0, 1) * 65535).round().to(torch.int32)
     return base64.b64encode(steps.cpu().numpy().astype("<u2").tobytes()).decode()
 

@@ -221,7 +221,7 @@ class Augmented:
 
 
 def in_tests(n: int, devices: int) -> int:
-    """The size of a batch, of which each device needs at least one."""
+    """Return the size of batches in tests: each device needs at least one batch."""
     return min(128, max(1, n // devices))
 
 
@@ -250,7 +250,7 @@ class Read:
 
 @dataclass(frozen=True)
 class FolderBatches:
-    """Batches of pictures in folders; they are decoded when they are wanted."""
+    """Batches of pictures in folders, decoded on demand."""
 
     pictures: folder.Pictures
     config: ImagesConfig

@@ -16,7 +16,7 @@ MakeCNF = Callable[[nn.Module], CNF]
 
 
 class WithTime(nn.Module):
-    """A layer that has the time as a further channel, the first."""
+    """A layer with the time as an additional first channel."""
 
     def __init__(self, layer: nn.Module):
         super().__init__()
@@ -96,7 +96,7 @@ class Chain(nn.Module):
 
 
 class Scale(nn.Module):
-    """Flows, then pixels into channels, flows, and half of the channels are let go; at the last scale flows alone."""
+    """Flows, then pixels into channels, flows, and half of the channels is split off; at the last scale only flows."""
 
     def __init__(self, cnf: MakeCNF, channels: int, widths: Sequence[int], n_blocks: int, last: bool):
         super().__init__()
@@ -113,7 +113,7 @@ class Scale(nn.Module):
 
 
 class FFJORD(nn.Module):
-    """Images in (0, 1) of a shape (channels, height, width) to as many normal numbers.
+    """Map from images in (0, 1), of a shape (channels, height, width), to as many normal numbers.
 
     There is a scale for each halving of the sides that leaves 4 or more. cnf: makes a flow of its field.
     """
@@ -145,7 +145,7 @@ class FFJORD(nn.Module):
         return Mapped(torch.cat([part.flatten(1) for part in (*parts, x)], 1), *sums)
 
     def inverse(self, z: Tensor) -> Tensor:
-        """Images from normal numbers."""
+        """Map normal numbers to images."""
         outs, (channels, height, width) = [], self.shape
         for _ in self.scales[:-1]:
             channels, height, width = 2 * channels, height // 2, width // 2

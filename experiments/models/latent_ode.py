@@ -133,7 +133,7 @@ class LatentODE(nn.Module):
         small_weights(self.decoder)
 
     def forward(self, values: Tensor, mask: Tensor, t: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The series rebuilt, (sample, batch, time, channel), and mean and standard deviation of q(z0)."""
+        """Return the rebuilt series, (sample, batch, time, channel), and mean and standard deviation of q(z0)."""
         mean, std = self.encoder(values, mask, t)
         z0 = mean + std * torch.randn(self.n_samples, *mean.shape, dtype=mean.dtype, device=mean.device)
         return self.decoder(self.generate(z0).movedim(0, -2)), mean, std

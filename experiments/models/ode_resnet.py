@@ -23,7 +23,7 @@ def batch_norm(channels: int) -> nn.Module:
 
 
 def group_norm(channels: int) -> nn.Module:
-    """Groups of 16 channels, of 4 where there are few. Knows no other image: the same on any number of processes."""
+    """Norm over groups of 16 channels, of 4 where there are few. It is the same on any number of processes."""
     return nn.GroupNorm(max(channels // 16, channels // 4 if channels < 32 else 1), channels)
 
 
@@ -94,7 +94,7 @@ class Network(nn.Sequential):
     """Network from pixels in [0, 1] to logits: normalise, stem, body, head."""
 
     def set_solve(self, solve: Solve) -> None:
-        """Solve all ODE blocks so from now on."""
+        """Set the solver, controller and gradient method of all ODE blocks."""
         for block in self.blocks():
             block.solver, block.controller, block.gradient = solve.solver, solve.controller, solve.gradient
             block.t = (0.0, solve.end)

@@ -46,9 +46,9 @@ class Recurrent(nn.Module):
         self.decoder = two_layers(n_hidden, units, n_channels)
 
     def forward(self, values: Tensor, mask: Tensor, t: Tensor) -> Tensor:
-        """Each point of the series predicted from those before; the first is given.
+        """Predict each point of the series from those before; the first is given.
 
-        In training every point that is fed is, by the toss of a coin, replaced by the prediction of it.
+        In training, an input point is replaced by its prediction with probability 1/2.
         """
         n, length, _ = values.shape
         h, gap = values.new_zeros(n, self.n_hidden), values.new_zeros(n, 1)

@@ -1,4 +1,4 @@
-"""Figures: drawn when they are wanted, as SVG without what changes from one run to the next, or as a film."""
+"""Figures: drawn on demand, as SVG without what changes from one run to the next, or as a film."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 
 @dataclass
 class Picture:
-    """A figure. id: as in `figure 4`. draw: takes a second or so, and is called when the picture is wanted."""
+    """A figure. id: as in `figure 4`. draw: takes a second or so, and is called on demand."""
 
     id: str
     title: str
@@ -37,7 +37,7 @@ class Picture:
             self.draw().savefig(file, format="svg", metadata={"Date": None, "Creator": None}, bbox_inches="tight")
             text = file.getvalue()
         text = text[text.index("<svg") :]
-        # Ids must be one of a kind on the page.
+        # Ids must be unique on the page.
         text = re.sub(r'(id="|href="#|url\(#)', rf"\g<1>{re.sub(r'[^a-z0-9]', '', self.id.lower())}-", text)
         # The page decides how wide it is.
         for size in ("width", "height"):

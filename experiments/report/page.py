@@ -48,7 +48,7 @@ class Chapter(NamedTuple):
 
 
 class View(NamedTuple):
-    """Description of a chapter. read: makes it of records, of which there is at least one."""
+    """Description of a chapter. read: makes the chapter from its records, of which there is at least one."""
 
     name: str
     title: str

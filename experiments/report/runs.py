@@ -29,7 +29,7 @@ def chosen(found: Sequence[Found], **config: Any) -> list[Found]:
 
 
 def together(groups: Groups, *names: str) -> Groups:
-    """The groups named, with the seeds that all of them have; none where one is missing."""
+    """Return the named groups with the seeds that all of them have; no groups where one is missing."""
     if any(name not in groups for name in names):
         return {}
     seeds = set.intersection(*({one.record.config["seed"] for one in groups[name]} for name in names))

@@ -66,7 +66,7 @@ NAMES = (*solving.NAMES, *NETWORKS)
 
 
 def block(config: LatentConfig, times: Sequence[float]) -> Callable[[nn.Module], ODEBlock]:
-    """The generative solve."""
+    """Make the module of the generative solve."""
     solve = solving.solve_of(config, naive=tm.Dopri5(), adaptive=(*solving.ADAPTIVE, "naive", "aca"))
     return partial(ODEBlock, t=times, all_outputs=True, **solve.options())
 

@@ -114,7 +114,7 @@ def _split(x: Tensor, labels: Tensor, split: speech.Split) -> Sets:
 
 
 def _vowels(config: PathsConfig, place: Path | None, run: Run) -> Sets:
-    """After the end of a series its last value stays: there z rests. A fifth of the training set is for validation."""
+    """Load vowels. A series keeps its last value after its end: z rests. A fifth of training is for validation."""
     found = vowels.load(place)
     train, test = (Series(_held(part.x, part.lengths), part.labels) for part in (found.train, found.test))
     order = torch.randperm(len(train.labels), generator=torch.Generator().manual_seed(SPLIT))
@@ -130,7 +130,7 @@ def _held(x: Tensor, lengths: Tensor) -> Tensor:
 
 
 def _digits(config: PathsConfig, place: Path | None, run: Run) -> Sets:
-    """Eight rows of eight pixels."""
+    """Load digits, as series of eight rows of eight pixels."""
     found = digits.load(SPLIT)
     train, validation, test = (Series(part.images.float() / 16, part.labels) for part in found)
     return Sets(train, validation, test, 10)

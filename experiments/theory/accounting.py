@@ -2,7 +2,7 @@
 
 The paper counts evaluations of f (times N_z N_f each) with N_t accepted steps, m trials per step, N_r steps of the
 reverse solve. All methods solve the same problem with ALF: fixed steps (m = 1) and adaptive ones with a first step far
-too long (m > 1). Ours come on top of the formulas by one evaluation for v0, and one for the choice of the first step.
+too long (m > 1). Our counts exceed the formulas by one evaluation for v0, and one for the choice of the first step.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def counts(config: AccountingConfig, field: str, method: str, steps: str) -> dic
 
 
 def _reverse_solve(f: Any, z0: Tensor, controller: tm.StepController) -> dict[str, float]:
-    """The steps N_r of a solve back in time alone, and by how much it misses z0."""
+    """Return the steps N_r of a solve back in time alone, and its distance from z0."""
     how: Any = {"solver": PUBLISHED_ALF, "controller": controller}
     with torch.no_grad():
         z = tm.solve(f, z0, (0.0, 1.0), **how).y[-1]

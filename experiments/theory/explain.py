@@ -1,7 +1,7 @@
 """Figures 1 to 3 of the paper, which are sketches there, from real runs.
 
-Figure 1: an adaptive solve with the trials that its controller rejected. Figure 2: two ways back on the Van der Pol
-oscillator, the adjoint's and MALI's. Figure 3: the whole trajectory rebuilt from the end state.
+Figure 1: an adaptive solve with the trials that its controller rejected. Figure 2: the reverse trajectories of the
+adjoint and of MALI on the Van der Pol oscillator. Figure 3: the whole trajectory rebuilt from the end state.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def solved(problem: Problem, t: Sequence[float], solver: tm.Solver, controller: 
 
 
 def two_reverse_paths(config: ExplainConfig) -> dict[str, Any]:
-    """Dopri5 to T and, from there anew, back; ALF to T, and its states rebuilt by the inverse."""
+    """Solve with Dopri5 to T and back again; solve with ALF to T and rebuild its states by the inverse."""
     problem, controller = van_der_pol(config.mu, config.span), tm.AdaptiveStep(config.rtol, config.rtol / 10)
     t = [problem.span * i / (config.n_points - 1) for i in range(config.n_points)]
     there = solved(problem, t, tm.Dopri5(), controller)

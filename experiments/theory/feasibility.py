@@ -1,7 +1,7 @@
 """Feasibility of ImageNet on GPUs of 11 GB: peak memory of one step of the full network, by method.
 
 Bytes of live tensors in a forward and backward pass at 224 x 224, for two batch sizes; a line through both gives the
-bytes per image. Random pixels, fresh weights.
+bytes per image. Pixels are random, weights untrained.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ NAMES = ("naive", "adjoint", "aca", "mali")
 def solves_of(setting: str) -> dict[str, Solve]:
     """Methods with a solver each.
 
-    MALI has none but its own, which takes fixed steps also where the others adapt: as published, its memory does not
-    depend on them.
+    MALI has only its own solver, which takes fixed steps also where the others adapt: as published, its memory does not
+    depend on the steps.
     """
     if setting == FIXED:
         return {"resnet": RESNET, **{name: METHODS[name].fixed_steps(0.25) for name in NAMES}}

@@ -1,7 +1,7 @@
 """Figure 4 c: peak memory of one gradient against the tolerance, and against the number of steps.
 
-All methods on the same solver, adaptive or fixed ALF, so that they take the same steps. Peaks are bytes of live tensors
-in the forward and backward pass, beyond what was there before: deterministic, on any machine.
+All methods have the same solver, adaptive or fixed ALF, so that they take the same steps. Peaks are bytes of live
+tensors in the forward and backward pass, beyond those before: deterministic, on any machine.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The theorems in numbers: stability regions and eigenvalues (3.2), orders (3.1), the adjoint's way back (2.1).
+"""The theorems in numbers: stability regions and eigenvalues (3.2), orders (3.1), the adjoint's reverse solve (2.1).
 
 Regions and eigenvalues come from the solver's own steps on z' = sigma z; the paper's formula and the closed form of the
 region are only what they are compared with. "Back" is always |z(0) rebuilt - z(0)| / |z(0)|.
@@ -287,7 +287,7 @@ def gradient_order(config: StabilityConfig, name: str) -> dict[str, Any]:
     }
 
 
-# Theorem 2.1: the way back.
+# Theorem 2.1: the reverse solve.
 
 REVERSED = {
     "Euler": SOLVERS["Euler"],
@@ -315,7 +315,7 @@ def reverse_order(config: StabilityConfig, name: str) -> dict[str, Any]:
 
 
 def there_and_back(problem: Problem, solver: tm.Solver, controller: tm.StepController) -> Tensor:
-    """z(0) as the adjoint method meets it again: a solve to T, and a solve of its own from there."""
+    """Recover z(0) as the adjoint method does: by a solve to T, and a second solve from there back to 0."""
     z, how = problem.z0, {"solver": solver, "controller": controller, "gradient": tm.ACA(), "args": problem.theta}
     with torch.no_grad():
         for times in ((0.0, problem.span), (problem.span, 0.0)):

@@ -2,7 +2,7 @@
 
 Panel A, literal: each method with its own solver, as in the paper, against the gradient of the ODE. Panel B, equal
 order: the adjoint and naive methods with Heun-Euler, as ACA has it. Panel C, reverse accuracy: all methods on one
-forward solve (adaptive ALF), against the exact derivative of that discrete solve, and how well z(0) is met again.
+forward solve (adaptive ALF), against the exact derivative of that discrete solve, and how well z(0) is recovered.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ SOLVES: dict[str, Method] = {
     **{label(name): METHODS[name] for name in ("mali", "published", "alf4")},
     label("exact"): pick("exact", gradient=EXACT_INT64),
 }
-PEERS = ("torchdiffeq naive", "torchdiffeq adjoint")  # Dopri5; so that our baselines are no straw men
+PEERS = ("torchdiffeq naive", "torchdiffeq adjoint")  # with Dopri5: to show that our baselines are as good
 PANELS = {  # label: solve
     "literal": {
         "naive": "naive, Dopri5",
@@ -94,7 +94,7 @@ def adaptive(config: ToyConfig) -> tm.AdaptiveStep:
 
 
 def gradient_by(config: ToyConfig, name: str, alpha: float, span: float) -> dict[str, Any]:
-    """dL/dz0, dL/dalpha and counts, or where it stood when its attempts were used up."""
+    """Return dL/dz0, dL/dalpha and counts, or how far the solve came when its attempts were used up."""
     z0, a = inputs(alpha)
     try:
         return _peer(config, name, z0, a, span) if name in PEERS else _ours(config, name, z0, a, span)

@@ -60,7 +60,7 @@ NAMES = {name: getattr(tm, name) for name in tm.__all__} | {"inf": math.inf}
 
 @dataclass(frozen=True)
 class Spec:
-    """A problem. The defaults are the simplest one; `repr` shows what differs from them."""
+    """A problem. The defaults are the simplest one; `repr` shows the fields that differ from their defaults."""
 
     core: str = "tanh"  # of fields.CORES
     gain: float = 1.0
@@ -87,7 +87,7 @@ class Spec:
     evaluates: bool = False  # f in eval mode
     threads: int = 1
     autocast: bool = False
-    generator: bool = False  # f draws from one that is given to the solve
+    generator: bool = False  # f draws from a generator that is given to the solve
     seed: int = 0
 
     def __repr__(self) -> str:
@@ -117,7 +117,7 @@ class Spec:
 
     @property
     def features(self) -> dict[str, str]:
-        """The values that outcomes are counted by."""
+        """Values by which outcomes are counted."""
         step = self.controller.split("(")[0]
         names = (
             "core",
@@ -140,7 +140,7 @@ class Spec:
 
 
 def draw(case: int, seed: int = 0) -> Spec:
-    """The problem of this number."""
+    """Draw the problem of this number."""
     rng = Random(f"{seed}/{case}")
     core = rng.choice(list(CORES))
     shape = rng.choice(SHAPES[rng.choice(CORES[core])])
@@ -201,7 +201,7 @@ def _times(rng: Random) -> tuple[float, ...]:
 
 
 def _completed(spec: Spec, rng: Random) -> Spec:
-    """A controller and a gradient method that suit the solver, and no features that exclude each other."""
+    """Add a controller and a gradient method that suit the solver, and remove features that exclude each other."""
     solver: tm.Solver = eval(spec.solver, NAMES)
     span = abs(spec.times[-1] - spec.times[0])
     costly = (isinstance(solver, tm.Leapfrog) and solver.n_reflects > 1) or "nested" in spec.core
@@ -245,7 +245,7 @@ def _adaptive(rng: Random, solver: tm.Solver, dtype: str) -> str:
 
 
 def consistent(spec: Spec) -> Spec:
-    """The same problem without features that exclude each other; also used for problems made simpler."""
+    """Return the problem without features that exclude each other; also used for problems made simpler."""
     if len(spec.shape) not in CORES[spec.core]:
         spec = replace(spec, shape=SHAPES[CORES[spec.core][0]][-1])
     if spec.core in NEEDS_ROWS and spec.shape[0] * math.prod(spec.shape[2:]) < 2:
@@ -285,7 +285,7 @@ def consistent(spec: Spec) -> Spec:
 
 
 class Problem:
-    """The problem that a Spec describes. Made anew for each solve: equal to the bit, and nothing is shared."""
+    """Problem that a Spec describes. It is made anew for each solve: equal to the bit, and nothing is shared."""
 
     def __init__(self, spec: Spec, shift: int = 0):
         self.spec = spec
@@ -331,9 +331,9 @@ class Problem:
             self.leaves[i] = moved.requires_grad_(z.requires_grad)
 
     def first_move(self, h: float) -> list[Tensor]:
-        """h |f(t0, y0)|: what a step adds to y0, leaf by leaf."""
+        """h |f(t0, y0)|, the size of what a step adds to y0, leaf by leaf."""
         widest = max(self.dtypes, key=lambda kind: kind.itemsize)
-        leaves = [z.detach().clone().requires_grad_() for z in self.leaves]  # f may differentiate by it
+        leaves = [z.detach().clone().requires_grad_() for z in self.leaves]  # f may differentiate by y
         with torch.random.fork_rng(devices=[]), torch.enable_grad():
             t0 = torch.tensor(self.spec.times[0], dtype=widest)
             u = self.func(t0, in_tree(leaves, self.spec.tree), *self.args)
@@ -378,7 +378,7 @@ class Problem:
         return tm.solve(self.func, self.y0, self.t, buffers=spec.buffers, **how)
 
     def loss(self, solution: tm.Solution) -> Tensor:
-        """Smooth, finite for large y, different for each element."""
+        """Loss that is smooth, finite for large y, and different for each element."""
         total = torch.zeros((), dtype=torch.float64)
         for z in pytree.tree_leaves(solution.y):
             x = {"all": z, "end": z[-1:], "some": z[::2]}[self.spec.loss].double()
@@ -388,7 +388,7 @@ class Problem:
 
 
 def _powers(last: float, like: Tensor) -> Tensor:
-    """From 1 to `last` in equal factors."""
+    """Return numbers from 1 to `last` in equal factors."""
     return torch.logspace(0.0, math.log10(last), like.numel(), dtype=like.dtype).reshape(like.shape)
 
 

@@ -204,7 +204,7 @@ NEEDS_ROWS = {"batch norm", "batch norm of images"}  # more than one
 
 
 def make_core(name: str, shape: tuple[int, ...], gain: float) -> nn.Module:
-    """A core for leaves of this shape, with the weights that torch's default generator draws."""
+    """Make a core for leaves of this shape, with weights that torch's default generator draws."""
     if name in FORMULAS:
         return Formula(FORMULAS[name], gain)
     channels = shape[1] if CORES[name] == IMAGES else shape[-1]
@@ -212,7 +212,7 @@ def make_core(name: str, shape: tuple[int, ...], gain: float) -> nn.Module:
 
 
 def in_layout(x: Tensor, layout: str) -> Tensor:
-    """x in another memory layout, where its shape has it. Expanded: the first row, seen many times."""
+    """Return x in another memory layout, where its shape allows it. Expanded: the first row, repeated."""
     if layout == "channels_last" and x.ndim == 4:
         return x.contiguous(memory_format=torch.channels_last)
     if layout == "transposed" and x.ndim > 1:
@@ -265,7 +265,7 @@ class Watcher(nn.Module):
 
 
 class IndexedWatcher(Watcher):
-    """observe(t, y, k)."""
+    """observe(t, y, k) with a parameter."""
 
     def forward(self, t: Tensor, y: Any, k: int) -> Tensor:  # type: ignore[override]
         return (k + 1) * super().forward(t, y)

@@ -90,7 +90,7 @@ class Problem:
 
 @dataclass
 class Gradient:
-    """A gradient as one vector (y0 first), with what was counted and said."""
+    """A gradient as one vector (y0 first), with counts and warnings."""
 
     g: Tensor
     n_state: int
@@ -138,7 +138,7 @@ class BesideClock(nn.Module):
 
 
 def make(seed: int) -> Problem:
-    """The problem of this seed."""
+    """Draw the problem of this seed."""
     rng = Random(seed)
     family = rng.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
     with torch.random.fork_rng(devices=[]):
@@ -161,7 +161,7 @@ def make(seed: int) -> Problem:
 
 
 def _n_steps(rng: Random, order: int, span: float, learned: bool) -> int:
-    """A number of fixed steps with which the solution is followed, coarsely or finely. span: in units of the system."""
+    """Draw a number of fixed steps that follow the solution, coarsely or finely. span: in units of the system."""
     if learned:
         return round(10 ** rng.uniform(*{2: (1.3, 2.7), 4: (0.7, 1.6), 6: (0.5, 1.4)}[order]))
     low, high, most = {2: (4.0, 30.0, 1000), 4: (0.8, 4.0, 150), 6: (0.5, 2.5, 80)}[order]
@@ -210,7 +210,7 @@ def _system(rng: Random, family: str) -> tuple[nn.Module, Any, Any, float, dict[
 
 
 def measure(seed: int) -> dict[str, Any]:
-    """The row of one problem; "unsolved" says why it has no gradient."""
+    """Measure the row of one problem; "unsolved" says why it has no gradient."""
     torch.set_num_threads(1)
     started, problem = time.perf_counter(), make(seed)
     row = dict(problem.about)
@@ -256,7 +256,7 @@ def measure(seed: int) -> dict[str, Any]:
 
 
 def moved_by_an_ulp(y0: Any, seed: int, n: int) -> Iterator[Any]:
-    """y0 (1 +- eps) with n random patterns of signs."""
+    """Yield y0 (1 +- eps) with n random patterns of signs."""
     rng = torch.Generator().manual_seed(seed + 2)
     for _ in range(n):
         yield pytree.tree_map(
@@ -265,7 +265,7 @@ def moved_by_an_ulp(y0: Any, seed: int, n: int) -> Iterator[Any]:
 
 
 def kind_of(warning: str) -> str:
-    """A warning without its numbers: its first eight words and whether it tells of a second solve."""
+    """Return a warning without its numbers: its first eight words and whether it reports a second solve."""
     again = " (solved again)" if "solved again" in warning else ""
     words = ["#" if any(c.isdigit() for c in word) else word for word in warning.split()[:8]]
     return " ".join(words) + again
@@ -280,7 +280,7 @@ def is_false_alarm(row: dict[str, Any]) -> bool:
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Counts and quantiles of the solved problems, altogether and by family."""
+    """Return counts and quantiles of the solved problems, altogether and by family."""
     solved = [row for row in rows if "unsolved" not in row]
     families = sorted({row["family"] for row in solved})
     return {
@@ -322,7 +322,7 @@ def _quantiles(values: Sequence[float | None]) -> dict[str, float]:
 
 
 def load(path: str | Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The header of a record and the rows of its problems, unsolved ones included, as dictionaries by column."""
+    """Read the header of a record and the rows of its problems, unsolved ones included, as dictionaries by column."""
     header, *rows = map(json.loads, Path(path).read_text().splitlines())
     names = header["header"]["columns"]
     named = [dict(zip(names, row, strict=True)) for row in rows if isinstance(row, list)]
@@ -331,7 +331,7 @@ def load(path: str | Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 
 
 def write(path: Path, header: dict[str, Any], rows: Sequence[dict[str, Any]]) -> None:
-    """A record with three digits of each number."""
+    """Write a record with three digits of each number."""
     lines: list[Any] = [{"header": header | {"columns": COLUMNS}}]
     for row in rows:
         values = [row.get(name) for name in COLUMNS]
@@ -341,7 +341,7 @@ def write(path: Path, header: dict[str, Any], rows: Sequence[dict[str, Any]]) ->
 
 
 def study(n: int, first: int, jobs: int) -> Iterator[dict[str, Any]]:
-    """Rows of problems first, first + 1, ..., until n of them were solved."""
+    """Yield rows of problems first, first + 1, ..., until n of them were solved."""
     seeds = iter(range(first, first + 10 * n))
     with multiprocessing.get_context("spawn").Pool(jobs) as pool:
         solved = 0

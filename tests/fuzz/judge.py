@@ -1,4 +1,4 @@
-"""Whether a gradient method is right on a random problem: `judge(spec)` solves it in several ways and compares.
+"""Verdict on a gradient method on a random problem: `judge(spec)` solves it in several ways and compares.
 
 The truth is plain autograd (Naive) through the same accepted steps, and for fixed steps of the simple solvers a few
 lines of torch that know nothing of the library (plain.py). A difference counts when it exceeds
@@ -59,7 +59,7 @@ SHARED = {"NonFiniteError", "StepLimitError", "StepUnderflowError"}  # errors of
 
 @dataclass
 class Outcome:
-    """verdict: "agrees", "warned", "refused" or "failed". kind: what of it, for counting. detail: for the reader."""
+    """Outcome of a case. verdict: "agrees", "warned", "refused" or "failed". kind: to count by. detail: to read."""
 
     verdict: str
     kind: str = ""
@@ -73,7 +73,7 @@ class Outcome:
 
 @dataclass
 class Result:
-    """What one solve and its backward pass left behind."""
+    """Results and side effects of one solve and its backward pass."""
 
     grads: dict[str, Tensor | None]
     y: list[Tensor]  # outputs, and what was observed
@@ -110,7 +110,7 @@ def run(spec: Spec, method: tm.GradientMethod, moved: list[Tensor] | None = None
 
 
 def solved(problem: Problem, method: tm.GradientMethod, moved: list[Tensor] | None = None) -> Result:
-    """Solve and differentiate, and look at everything that should not change."""
+    """Solve and differentiate, and record everything that should not change."""
     if moved is not None:
         problem.move(moved)
     inputs, buffers = problem.inputs, problem.buffers
@@ -155,14 +155,14 @@ def _mode(spec: Spec) -> Iterator[None]:
 
 
 def _same(x: Tensor | None, y: Tensor | None) -> bool:
-    """To the bit, nan included."""
+    """Whether two tensors are equal to the bit, nan included."""
     if x is None or y is None:
         return x is y
     return x.shape == y.shape and bool(((x == y) | (x.isnan() & y.isnan())).all())
 
 
 def judge(spec: Spec) -> Outcome:
-    """The verdict on one problem."""
+    """Return the verdict on one problem."""
     try:
         found = run(spec, spec.method)
     except tm.SolverError as error:
@@ -196,7 +196,7 @@ def _crashed(error: Exception, where: str = "") -> Outcome:
 
 
 def _refused(spec: Spec, error: tm.SolverError) -> Outcome:
-    """An error of torchmali: an answer, if it tells what to do and is not the method's own fault."""
+    """Judge an error of torchmali: it is an answer, if it says what to do and is not the method's own fault."""
     name, text = type(error).__name__, str(error)
     if len(text) < 40 or not any(word in text.lower() for word in REMEDIES):
         return Outcome("failed", f"obscure message: {name}", text)
@@ -216,12 +216,12 @@ def _refused(spec: Spec, error: tm.SolverError) -> Outcome:
 
 
 def excuses(found: Result) -> list[str]:
-    """Warnings that speak of the gradient."""
+    """Return the warnings about the gradient."""
     return [text for text in found.told if not text.startswith(ABOUT_INPUTS)]
 
 
 def _side_effects(spec: Spec, found: Result, truth: Result) -> Iterator[tuple[str, str]]:
-    """Everything that should be as under Naive, or as it was."""
+    """Compare everything that should be as under Naive, or unchanged."""
     if found.changed:
         yield "inputs changed", ", ".join(found.changed)
     if found.moves_generator:
@@ -232,7 +232,7 @@ def _side_effects(spec: Spec, found: Result, truth: Result) -> Iterator[tuple[st
     same_grid = found.grid == truth.grid
     if not same_grid and not spec.is_exact and not spec.is_loose:
         yield "grid", f"(steps, rejected, refreshes) = {found.grid}, Naive: {truth.grid}"
-    # On integers the last bits of an error estimate, and so of h, are others.
+    # On integers the last bits of an error estimate, and so of h, differ.
     is_coarse = spec.dtype != "float64" or (spec.is_exact and spec.controller.startswith("Adaptive"))
     for name, b in found.buffers.items() if same_grid else ():
         other = truth.buffers[name]
@@ -249,7 +249,7 @@ def _side_effects(spec: Spec, found: Result, truth: Result) -> Iterator[tuple[st
 
 
 def _differences(spec: Spec, found: Result, truth: Result) -> Iterator[tuple[str, str]]:
-    """Gradients and outputs against the truth."""
+    """Compare gradients and outputs with the truth."""
     worst = compared(spec, found, truth)
     if worst is None:
         return
@@ -267,9 +267,9 @@ def _differences(spec: Spec, found: Result, truth: Result) -> Iterator[tuple[str
 def compared(
     spec: Spec, found: Result, truth: Result, factor: float = FACTOR
 ) -> tuple[str, float, float, float] | None:
-    """The first tensor that differs by more than is allowed: its name, by how much, what is allowed, its size.
+    """Return the first tensor that differs by more than is allowed: name, difference, allowed difference, size.
 
-    Of a state that mixes scales (spec.spread) each element of y and dL/dy0 is compared alone.
+    In a state that mixes scales (spec.spread) each element of y and dL/dy0 is compared alone.
     """
     if spec.is_exact and found.grid != truth.grid:
         return None  # other steps, chosen by the last bits
@@ -289,7 +289,7 @@ def compared(
 
 
 def _parts(spec: Spec, name: str, x: Tensor, y: Tensor) -> Iterator[tuple[str, Tensor, Tensor, int | None]]:
-    """A pair of tensors as it is, or element by element."""
+    """Yield a pair of tensors as it is, or element by element."""
     if spec.spread == 1 or name not in ("output 0", "y0[0]") or x.shape != y.shape:
         yield name, x, y, None
         return
@@ -298,7 +298,7 @@ def _parts(spec: Spec, name: str, x: Tensor, y: Tensor) -> Iterator[tuple[str, T
 
 
 def _pairs(found: Result, truth: Result) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Tensors of the same name, as float64; a gradient that is None is zero."""
+    """Yield tensors of the same name, as float64; a gradient that is None is zero."""
     for name, y in truth.tensors.items():
         x = found.tensors.get(name)
         if x is None and y is None:
@@ -329,8 +329,8 @@ def _floor(spec: Spec, truth: Result, name: str, y: Tensor, i: int | None) -> fl
 def conditioning(spec: Spec, truth: Result) -> dict[str, Tensor]:
     """The effect of one ulp in y0 on every element of every tensor, the largest over some patterns of signs.
 
-    One ulp of what the first step adds, where that is larger: it is rounded, too. On an integer grid all elements of a
-    leaf of one scale are rounded to the same spacing, z and v at every step.
+    The ulp is that of the first step's increment where this is larger, since the increment is rounded, too. On an
+    integer grid all elements of a leaf of one scale are rounded to the same spacing, z and v at every step.
     """
     rng = torch.Generator().manual_seed(spec.seed)
     leaves, added = Problem(spec).leaves, Problem(spec).first_move(truth.stats.h_max)
@@ -357,7 +357,7 @@ def conditioning(spec: Spec, truth: Result) -> dict[str, Tensor]:
 
 
 def _others(spec: Spec, found: Result, truth: Result) -> Iterator[tuple[str, str]]:
-    """Further solves of the same problem: repeated, stored, in threads, without the library."""
+    """Compare further solves of the same problem: repeated, stored, in threads, without the library."""
     again = run(spec, spec.method)
     differs = [name for name, x in found.tensors.items() if not _same(x, again.tensors[name])]
     if differs:
@@ -379,7 +379,7 @@ def _exact(spec: Spec) -> tm.MALI:
 
 
 def _in_threads(spec: Spec) -> Iterator[tuple[str, str]]:
-    """Several problems at once, each as it is alone."""
+    """Compare several problems solved at once with each solved alone."""
     try:
         alone = [solved(Problem(spec, shift), spec.method) for shift in range(spec.threads)]
     except tm.SolverError:  # another problem, which this method may refuse
@@ -408,7 +408,7 @@ def _in_threads(spec: Spec) -> Iterator[tuple[str, str]]:
 
 
 def _without_the_library(spec: Spec, truth: Result) -> Iterator[tuple[str, str]]:
-    """Naive against a few lines of plain torch."""
+    """Compare Naive with a few lines of plain torch."""
     solver, controller = eval(spec.solver, NAMES), eval(spec.controller, NAMES)
     if not plain.knows(solver, controller, truth.stats.n_refreshes) or spec.observe != "none" or spec.autocast:
         return

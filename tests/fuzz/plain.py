@@ -59,7 +59,7 @@ def knows(solver: tm.Solver, controller: tm.StepController, n_refreshes: int) ->
 
 
 def solve(func: Callable, y0: Any, t: Any, solver: tm.Solver, controller: tm.FixedStep, args: tuple) -> Any:
-    """y at all times, by steps of size h from each output time on."""
+    """Return y at all times, by steps of size h from each output time."""
     leaves, structure = pytree.tree_flatten(y0)
     widest = max((z.dtype for z in leaves), key=lambda dtype: dtype.itemsize)
     wants_t = isinstance(t, Tensor) and t.requires_grad
@@ -67,7 +67,7 @@ def solve(func: Callable, y0: Any, t: Any, solver: tm.Solver, controller: tm.Fix
 
     def f(t: Any, z: Leaves) -> Leaves:
         t = t.to(widest) if isinstance(t, Tensor) else torch.tensor(t, dtype=widest)
-        z = [x if x.requires_grad else x.detach().requires_grad_() for x in z]  # func may differentiate by it
+        z = [x if x.requires_grad else x.detach().requires_grad_() for x in z]  # func may differentiate by z
         answer = func(t, pytree.tree_unflatten(z, structure), *args)
         return pytree.tree_leaves(answer)
 

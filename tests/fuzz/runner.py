@@ -1,4 +1,4 @@
-"""Many random cases, in several processes, with a record that can be continued after an interruption."""
+"""Runner of many random cases, in several processes, with a record that can be continued after an interruption."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def run(n: int, seed: int, jobs: int, record: Path | None, resume: bool, shrinks
 
 
 def _finished(log: Path, seed: int) -> list[dict[str, Any]]:
-    """Rows of an earlier run. Its last line may have been cut short."""
+    """Return the rows of an earlier run, whose last line may have been cut short."""
     if not log.exists():
         return []
     first, *lines = log.read_text().splitlines() or ["{}"]
@@ -115,7 +115,7 @@ def _finished(log: Path, seed: int) -> list[dict[str, Any]]:
 
 
 def described(row: dict[str, Any], seed: int, fuzzer: Fuzzer = CASES) -> str:
-    """A failure as text, with the lines that repeat it."""
+    """Return a failure as text, with the lines that repeat it."""
     lines = [f"case {row['case']}: {row['outcome']}", f"  {row['detail'][:400]}"]
     if "smallest" in row:
         lines += [f"  smallest: {row['smallest']}", f"    {row['smallest detail'][:400]}"]
@@ -126,7 +126,7 @@ def described(row: dict[str, Any], seed: int, fuzzer: Fuzzer = CASES) -> str:
 
 
 def summary(rows: Sequence[dict[str, Any]], seed: int, fuzzer: Fuzzer = CASES) -> dict[str, Any]:
-    """Outcomes counted, altogether and by feature, and every failure."""
+    """Return the counts of outcomes, altogether and by feature, and every failure."""
     by_feature: dict[str, dict[str, Counter]] = defaultdict(lambda: defaultdict(Counter))
     for row in rows:
         verdict = row["outcome"].split(":")[0]
@@ -158,7 +158,7 @@ def add_options(parser: ArgumentParser) -> None:
 
 
 def main(options: Namespace, fuzzer: Fuzzer = CASES) -> bool:
-    """Do what the options say; whether a case failed."""
+    """Do what the options say; return whether a case failed."""
     if options.only is not None:
         return only(options.only, options.seed, not options.no_shrink, fuzzer)
     how = options.jobs, options.record, options.resume, not options.no_shrink

@@ -10,12 +10,12 @@ at a scale of its own. An exact solve must
 2. follow each element as floats do,
 3. not be refused where plain floats succeed.
 
-Of the second the truth are the same steps and refreshes in float64, made by a few lines of torch (`replay`). Allowed is
-FACTOR times the largest of: the error of these lines in the leaf's own dtype, an ulp, and the effect of noise in every
-move; or once the effect of noise of the same sign in every move, as round-off is where moves are equal. The noise is an
-ulp of each element. In a leaf with one exponent it is the spacing of the leaf, as far as the rule by which a leaf gets
-exponents for its elements lets small elements share it (`bits_lacking`). Elements are as large as they were within the
-last 8 evaluations, between which nobody looks.
+For the second, the truth is given by the same steps and refreshes in float64, in a few lines of torch (`replay`). The
+allowed error is FACTOR times the largest of: the error of these lines in the leaf's own dtype, an ulp, and the effect
+of noise in every move; or once the effect of noise of the same sign in every move, as round-off is where moves are
+equal. The noise is an ulp of each element. In a leaf with one exponent it is the spacing of the leaf, as far as the
+rule by which a leaf gets exponents for its elements lets small elements share it (`bits_lacking`). The size of an
+element is its largest within the last 8 evaluations, between which exact mode does not check sizes.
 
 Steps resolve the rates (|h rate| <= 4), but for one case in 20, which is judged by its bits alone. Outcomes: "agrees";
 "refused" (by floats, too); "failed" (anything else).
@@ -107,7 +107,7 @@ class Spec:
 
     @property
     def features(self) -> dict[str, str]:
-        """The values that outcomes are counted by."""
+        """Values by which outcomes are counted."""
         first, words = self.leaves[0], {name: str(getattr(self.leaves[0], name)) for name in ("dtype", "scales")}
         words |= {"start": first.start, "force": first.force, "kind": first.kinds[0], "leaves": str(len(self.leaves))}
         return {**words, "solver": self.solver, "controller": self.controller.split("(")[0]}
@@ -126,7 +126,7 @@ def _step(controller: str) -> float | None:
 
 
 def draw(case: int, seed: int = 0) -> Spec:
-    """The problem of this number."""
+    """Draw the problem of this number."""
     rng = Random(f"scales/{seed}/{case}")
     dtypes = rng.choice([["float32"], ["float32"], ["float32"], ["float64"], ["float32", "float64"]])
     order, adaptive = rng.choice([2, 2, 2, 4, 6]), rng.random() < 0.3
@@ -149,7 +149,7 @@ def draw(case: int, seed: int = 0) -> Spec:
 
 
 def _leaf(rng: Random, dtype: str, most: float) -> Leaf:
-    """most: the largest rate over the span."""
+    """Draw a leaf. most: the largest rate over the span."""
     rate = min(most, rng.choice([1.0, 1.0, 5.0, 20.0, 60.0]) if most <= 500 else most)
     spread = rng.choice([1.0, 2.0, 3.0, 6.0, 9.0, 20.0, 2.0 * DECADES[dtype] - 6])
     room = max(0.0, DECADES[dtype] - spread / 2 - min(rate, 20.0) / 2)
@@ -236,7 +236,7 @@ class Elements:
             force = force * 10 ** (10 * (self._random() - 0.5))
         net = are("grow", "logistic") - are("decay", "pulled") + 0.1 * are("sine")
         return {
-            "a": spec.direction * rate * net,  # the same behaviour on the way back
+            "a": spec.direction * rate * net,  # the same behaviour if times decrease
             "b": 4 * rate * are("burst"),
             "w": 2 * math.pi / span * (1 + 3 * self._random()),
             "p": 2 * math.pi * self._random(),
@@ -261,7 +261,7 @@ class Elements:
         return times[0] + (times[-1] - times[0]) * self._random()
 
     def _force(self, force: Tensor) -> Tensor:
-        """A switch may turn it down by up to 8 decades."""
+        """Return the force, which a switch may turn down by up to 8 decades."""
         is_down = self._are("switch") * (self._random() < 0.6) > 0
         return force * torch.where(is_down, 10 ** (8 * self._random() - 8), 1.0) * self._are(*FORCED)
 
@@ -287,7 +287,7 @@ class Solved:
 
 
 class Problem:
-    """The problem that a Spec describes. The same tensors each time it is made."""
+    """Problem that a Spec describes, with the same tensors each time it is made."""
 
     def __init__(self, spec: Spec):
         rng = torch.Generator().manual_seed(spec.seed)
@@ -295,7 +295,7 @@ class Problem:
         self.widest = max((leaf.dtype for leaf in self.leaves), key=lambda dtype: dtype.itemsize)
 
     def inputs(self, dtype: torch.dtype | None = None) -> list[list[Tensor]]:
-        """y0, a and `before` of all leaves, which get gradients."""
+        """Return y0, a and `before` of all leaves, which get gradients."""
         chosen = ([x.start for x in self.leaves], *([x.parameters[n] for x in self.leaves] for n in ("a", "before")))
         return [[x.detach().to(dtype or x.dtype).clone().requires_grad_() for x in part] for part in chosen]
 
@@ -324,7 +324,7 @@ class Problem:
         return u
 
     def replay(self, events: Sequence[Event], wide: bool, noise: Noise | None = None) -> Solved:
-        """The steps of a solve again in plain torch. wide: in float64."""
+        """Repeat the steps of a solve in plain torch. wide: in float64."""
         y0, a, before = self.inputs(torch.float64 if wide else None)
         noise = noise or Noise()
         order = eval(self.spec.solver, NAMES).order
@@ -371,7 +371,7 @@ class Noise:
     def __init__(
         self, leaves: Sequence[Elements] = (), has_one: Sequence[bool] = (), seed: int = 0, is_constant: bool = False
     ):
-        """has_one: leaves that begin with one exponent. is_constant: it adds up, as round-off does at equal moves."""
+        """has_one: leaves that begin with one exponent. is_constant: noise of one sign, as round-off at equal moves."""
         self.is_constant = is_constant
         self.leaves, self.has_one, self.rng = leaves, list(has_one), torch.Generator().manual_seed(seed)
         self.seen: list[list[tuple[Tensor, float]]] = [[] for _ in leaves]  # sizes at the last evaluations
@@ -379,13 +379,13 @@ class Noise:
         self.h = math.inf
 
     def part(self, leaves: Iterable[int]) -> None:
-        """These leaves get exponents for their elements."""
+        """Give these leaves exponents for their elements."""
         for i in leaves:
             if i < len(self.leaves):
                 self.has_one[i] = False
 
     def look(self, z: Sequence[Tensor], v: Sequence[Tensor], h: float) -> None:
-        """Sizes of elements, and of leaves: |z| with what v adds in a step (near) and in PERIOD steps (far)."""
+        """Record sizes of elements and of leaves: |z| with what v adds in a step (near) and in PERIOD steps (far)."""
         self.h = h
         for i, leaf in enumerate(self.leaves):
             if not z[i].numel():
@@ -405,7 +405,7 @@ class Noise:
         return [self._shaken(i, x, self.coarse[i]) if self.leaves else x for i, x in enumerate(z)]
 
     def in_slope(self, v: Sequence[Tensor], u: Sequence[Tensor] = ()) -> list[Tensor]:
-        """u: if it was reflected."""
+        """Add noise to v. u: the slope at which v was reflected, if it was."""
         if not self.leaves:
             return list(v)
         sizes = [torch.as_tensor(x / (PERIOD * self.h)) for x in self.coarse]
@@ -413,7 +413,7 @@ class Noise:
         return [self._shaken(i, x, size) for i, (x, size) in enumerate(zip(v, sizes, strict=True))]
 
     def _random(self, shape: Sequence[int]) -> Tensor:
-        """From 1 to 2, with a random sign: less would often be rounded away, and equal numbers would cancel."""
+        """Draw from 1 to 2, with a random sign: less would often be rounded away, and equal numbers would cancel."""
         size, sign = (torch.rand(shape, generator=self.rng, dtype=torch.float64) for _ in range(2))
         return (1 + size) * torch.where(sign < 0.5, -1.0, 1.0)
 
@@ -431,7 +431,7 @@ class Noise:
 
 
 def judge(spec: Spec) -> Outcome:
-    """The verdict on one problem."""
+    """Return the verdict on one problem."""
     problem, exact = Problem(spec), tm.MALI(exact=True)
     try:
         found, got = problem.solve(exact, patience=2)
@@ -465,7 +465,7 @@ def _refused(problem: Problem, error: tm.SolverError) -> Outcome:
 
 
 def _followed(problem: Problem, found: Solved, code: tm.Code) -> Outcome:
-    """Whether each element is followed as floats do."""
+    """Judge whether each element is followed as floats do."""
     truth, plain = (problem.replay(code.events, wide) for wide in (True, False))
     errors = [(x.double() - y).abs() for x, y in zip(plain.tensors, truth.tensors, strict=True)]
     allowed = [_floor(problem, i, e, y) for (_, i), e, y in zip(truth.names, errors, truth.tensors, strict=True)]
@@ -494,13 +494,13 @@ def _followed(problem: Problem, found: Solved, code: tm.Code) -> Outcome:
 
 
 def _has_one(code: tm.Code) -> list[bool]:
-    """Leaves that began with one exponent: those that have one in the end, or lost it on the way."""
+    """Whether each leaf began with one exponent: it has one at the end, or a rescale gave it more."""
     fresh = {leaf for event in code.events if isinstance(event, Rescale) for leaf, _ in event.change.fresh}
     return [k is not None or i in fresh for i, k in enumerate(code.end.form.exponents[: code.end.form.n])]
 
 
 def _floor(problem: Problem, i: int, error: Tensor, truth: Tensor) -> Tensor:
-    """The error of plain floats, or an ulp. Infinite where floats leave their range."""
+    """Return the error of plain floats, or an ulp if it is larger; infinite where floats leave their range."""
     dtype = problem.leaves[i].dtype
     floor = torch.maximum(error, torch.finfo(dtype).eps * truth.abs()) + SMALLEST[dtype]
     is_fine = torch.isfinite(error) & (truth.abs() < LARGEST[dtype])
@@ -508,7 +508,7 @@ def _floor(problem: Problem, i: int, error: Tensor, truth: Tensor) -> Tensor:
 
 
 def _worst(found: Solved, truth: Solved, allowed: Sequence[Tensor]) -> tuple[float, int, int]:
-    """The largest error over what is allowed: its size, tensor and place."""
+    """Return the largest ratio of an error to the allowed error, with its tensor and place."""
     worst = 0.0, 0, 0
     for j, (x, y, unit) in enumerate(zip(found.tensors, truth.tensors, allowed, strict=True)):
         if not x.numel():
@@ -524,7 +524,7 @@ def _worst(found: Solved, truth: Solved, allowed: Sequence[Tensor]) -> tuple[flo
 
 
 def simpler(spec: Spec) -> Iterator[Spec]:
-    """Problems that differ from this one in one feature, towards the simplest."""
+    """Yield problems that differ from this one in one feature, towards the simplest."""
     for i in range(len(spec.leaves) if len(spec.leaves) > 1 else 0):
         yield replace(spec, leaves=(*spec.leaves[:i], *spec.leaves[i + 1 :]))
     for solver in ("ALF()", "ALF(refresh='never')", "ALF(refresh=1)"):

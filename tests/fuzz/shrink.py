@@ -1,4 +1,4 @@
-"""Failures made simple: features are turned off one by one, as long as the same failure stays."""
+"""Simplification of failures: features are turned off one by one, as long as the same failure stays."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .cases import SHAPES, Spec, consistent
 from .fields import CORES
 from .judge import Outcome, judge
 
-SIMPLER = {  # beside the default of each field, from simple to less so
+SIMPLER = {  # values to try beside the default of each field, the simplest first
     "core": ["tanh", "decay", "mlp"],
     "shape": [(), (2,), (1, 2), (2, 3)],
     "tree": ["tensor", "tuple"],
@@ -23,7 +23,7 @@ SIMPLER = {  # beside the default of each field, from simple to less so
 
 
 def simpler(spec: Spec) -> Iterator[Spec]:
-    """Problems that differ from this one in one feature, towards the simplest."""
+    """Yield problems that differ from this one in one feature, towards the simplest."""
     for x in fields(spec):
         if x.name in ("controller", "times", "others", "core", "shape"):
             continue
@@ -55,7 +55,7 @@ def simpler(spec: Spec) -> Iterator[Spec]:
 
 
 def _scaled(controller: str, old: tuple[float, ...], new: tuple[float, ...]) -> str:
-    """The same number of fixed steps on another span."""
+    """Return a controller with the same number of fixed steps on another span."""
     if not controller.startswith("FixedStep(") or controller == "FixedStep(inf)":
         return controller
     h = float(controller.removeprefix("FixedStep(").rstrip(")"))
@@ -76,7 +76,7 @@ def shrink(
     judged: Callable[[AnySpec], Outcome] = judge,
     candidates: Callable[[AnySpec], Iterator[AnySpec]] = candidates_of,
 ) -> tuple[AnySpec, Outcome]:
-    """The simplest problem that was found to fail in the same way, and how it fails."""
+    """Return the simplest problem that was found to fail in the same way, and its outcome."""
     stop, seen = time.perf_counter() + seconds, {spec}
     is_simpler = True
     while is_simpler:

@@ -113,7 +113,7 @@ def henon_heiles(rng: Random) -> System:
 
 
 def beside_a_clock(system: System, size: float, rate: float) -> System:
-    """The same system with one component more, which counts from `size` on by `rate` per unit of time."""
+    """Return the system with one more component, which counts from `size` by `rate` per unit of time."""
 
     def slope(t: Tensor, y: Components, p: dict[str, Tensor]) -> list[Tensor]:
         return [*system.slope(t, y[:-1], p), rate * torch.ones_like(y[-1])]
@@ -150,7 +150,7 @@ class SystemField(nn.Module):
 
 
 def in_form(rows: Tensor, form: str) -> Tensor | tuple[Tensor, ...]:
-    """Rows of components, (B, d), as a state in one of FORMS. Forms of one sample take the first row."""
+    """Return rows of components, (B, d), as a state in one of FORMS. Forms of one sample take the first row."""
     return {
         "(d,)": lambda: rows[0].clone(),
         "(1, d)": lambda: rows[:1].clone(),

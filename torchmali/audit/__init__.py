@@ -27,7 +27,7 @@ from torchmali.solvers.base import Solver
 
 __all__ = ["HEADS", "METHODS", "Audit", "Method", "Row", "audit"]
 
-FOR_REFERENCE = 0.4  # share of the time that it may take
+FOR_REFERENCE = 0.4  # share of the time that the reference may take
 
 
 def audit(
@@ -46,21 +46,21 @@ def audit(
 ) -> Audit:
     """Differentiate this problem with every method and compare their errors, memory, work and time.
 
-    func, y0, t, args and params are those of `solve`. loss: from the solution's y (time first) to a scalar; None: the
+    func, y0, t, args and params are those of `solve`. loss: maps the solution's y (time first) to a scalar; None: the
     sum of squares of the last output. methods: names of those in METHODS, or a dict of triples (solver, controller,
-    gradient), as in {**METHODS, "mine": (ALF(), FixedStep(0.1), MALI())}. rtol, atol: of the methods without a
+    gradient), as in {**METHODS, "mine": (ALF(), FixedStep(0.1), MALI())}. rtol, atol: tolerances of methods without a
     controller; gradients with an error above rtol are not accurate enough. None: 1e-3 and 1e-4.
 
-    func may also be a module that solves. Its own solver, controller and gradient are then the row "yours", its
+    func may also be a module that solves an ODE. Its own solver, controller and gradient are then the row "yours", its
     tolerances the default of rtol and atol, and loss is a function of what it returns:
     - ODEBlock: y0 and args are those of its call.
     - CNF: y0 is x. loss is a function of log_prob, by default minus its mean. The trace's noise is drawn once.
     - NeuralCDE: y0 is its coefficients; args may be (knots,) or (knots, z0), and t the output times.
     - ODERNN or ODERNNCell: y0 is h, and t the times of two observations.
 
-    max_seconds: for the whole audit; None: no limit. What could not be measured in that time is listed as such.
-    progress: True: a line on stderr tells what is being measured; None: if that is a terminal; or a function that gets
-    each message.
+    max_seconds: time for the whole audit; None: no limit. Methods that could not be measured in this time are listed as
+    such. progress: True: show on stderr what is being measured; None: do so if stderr is a terminal; or a function that
+    gets each message.
 
     The gradients are those of y0, of the tensors in args that require one, and of the parameters. Modules, their
     buffers and the random number generators are left as they were.
@@ -81,7 +81,7 @@ def audit(
             problem = problem.with_leaves()
             limited = problem._replace(deadline=budget.deadline(FOR_REFERENCE))
             reference = make_reference(limited, tolerance, n_steps, tell)
-            # What takes a hundred times as many steps as Dopri5 does is not waited for.
+            # A method that takes a hundred times as many steps as Dopri5 is stopped.
             limits = AdaptiveStep(controller.rtol, controller.atol, max_steps=min(10_000, 1000 + 100 * n_steps))
             bench = Bench(problem, limits, budget, tell)
             rows = bench.rows(chosen, reference.gradients)

@@ -1,7 +1,7 @@
-"""The rules of the advice, and the sentences that follow from the rows.
+"""Rules of the advice, and the sentences that follow from the rows.
 
-The advice must not change from run to run. So an accuracy is claimed only where the reference can tell it, a method is
-called faster only where runs that took turns show it, and numbers in the sentences are errors, bytes and counts, which
+The advice must not change from run to run. So an accuracy is claimed only where the reference can resolve it, a method
+is called faster only where interleaved runs show it, and numbers in the sentences are errors, bytes and counts, which
 repeat; never times.
 """
 
@@ -20,18 +20,18 @@ from torchmali.gradients.mali import TELL_LIMIT
 from torchmali.gradients.naive import Naive
 
 SMALL = 10e6  # bytes: a peak that fits anywhere
-NOTABLE = 3  # a factor between two errors, or a number of renewals, that is worth a word
+NOTABLE = 3  # a factor between two errors, or a number of renewals, that is worth a remark
 YOURS = "yours"  # the row of a module's own solver, controller and gradient
 
 
 @dataclass(frozen=True, repr=False)
 class Audit:
-    """A table to print, to show in a notebook or to read: `rows`, `best`, `tied`, `advice`, audit["mali"].error."""
+    """Result of an audit: prints as a table; `rows`, `best`, `tied`, `advice` and audit["mali"].error can be read."""
 
     rows: list[Row]
     tolerance: float  # relative, as asked for: rtol, or atol if rtol is 0
-    reference: str  # what the gradients were compared with,
-    uncertainty: float  # and its own relative error; infinite: there is none
+    reference: str  # how the gradient that all are compared with was computed
+    uncertainty: float  # relative error of the reference itself; infinite: there is no reference
     is_cut_short: bool = False  # the reference would be better if there had been more time
     max_seconds: float = math.inf
     eps: float = 0.0  # of the state's dtype
@@ -41,24 +41,24 @@ class Audit:
 
     @property
     def good(self) -> list[Row]:
-        """The rows that are accurate enough: their error is within the tolerance whatever that of the reference is."""
+        """Rows that are accurate enough: within the tolerance, whatever the error of the reference is."""
         return [row for row in self.rows if row.error + self.uncertainty <= self.tolerance]
 
     @property
     def lean(self) -> list[Row]:
-        """The good rows that take little memory, or at most twice that of the leanest."""
+        """Good rows that take little memory, or at most twice the memory of the leanest good row."""
         most = max(SMALL, 2 * min((row.peak_bytes for row in self.good), default=0.0))
         return [row for row in self.good if row.peak_bytes <= most]
 
     @property
     def tied(self) -> list[Row]:
-        """The fastest lean row, and those that are not clearly slower."""
+        """The fastest lean row, and the lean rows that are not clearly slower."""
         fastest = min(self.lean, key=lambda row: row.seconds, default=None)
         return [row for row in self.lean if fastest and (row is fastest or not row.time_over(fastest).is_slower)]
 
     @property
     def best(self) -> Row | None:
-        """The fastest lean row; of those that tie, the one with the least memory, the first in the table."""
+        """The fastest lean row; among rows that tie, the one with the least memory, then the first in the table."""
         return min(self.tied, key=lambda row: row.peak_bytes, default=None)
 
     @property
@@ -115,7 +115,7 @@ class Audit:
             yield self._remedy(closest)
 
     def _remedy(self, row: Row) -> str:
-        """What would bring its error below the tolerance, if errors go with the tolerance, or with the step's power."""
+        """Suggest how to meet the tolerance, if errors scale with the tolerances, or with a power of the step."""
         excess = (row.error + self.uncertainty) / self.tolerance
         if isinstance(row.method.controller, FixedStep):
             return f"take steps about {_rounded_up(excess ** (1 / row.method.solver.order)):g} times shorter"
@@ -124,7 +124,7 @@ class Audit:
         return f"tighten rtol and atol about {factor:g} times{more}"
 
     def _remarks(self) -> Iterator[str]:
-        """What the rows tell about the problem."""
+        """Remarks on the problem that follow from the rows."""
         yield from self._inexact_gradients()
         yours = next((row for row in self.rows if row.name == YOURS and row.is_measured), None)
         if self.best and yours and yours.error - self.uncertainty > self.tolerance:
@@ -138,7 +138,7 @@ class Audit:
             yield f"{listed(late)} {'was' if len(late) == 1 else 'were'} not measured within {self._budget}"
 
     def _inexact_gradients(self) -> Iterator[str]:
-        """The adjoint beside an exact gradient with the same solver, where the reference can tell the two."""
+        """Compare the adjoint with an exact gradient of the same solver, where the reference can tell them apart."""
         known = [row for row in self.rows if NOTABLE * self.uncertainty < row.error < 0.1]
         exact = {row.method.solver: row for row in known if isinstance(row.method.gradient, (ACA, Naive))}
         for row in self.rows:
@@ -183,6 +183,6 @@ class Audit:
 
 
 def _rounded_up(factor: float) -> float:
-    """A factor of two or more, with one digit that is not zero."""
+    """Round a factor up to one significant digit, and to two at least."""
     unit = 10.0 ** math.floor(math.log10(max(2.0, factor)))
     return max(2.0, math.ceil(factor / unit - 0.05) * unit)

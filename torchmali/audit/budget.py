@@ -1,4 +1,4 @@
-"""The time that an audit may take, and the line that tells how it goes on."""
+"""Time that an audit may take, and the line that shows its progress."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class OutOfTime(Exception):
 
 
 class Budget:
-    """Seconds for a whole audit; None: no limit."""
+    """Time for a whole audit, in seconds; None: no limit."""
 
     def __init__(self, max_seconds: float | None):
         is_number = isinstance(max_seconds, (int, float)) and max_seconds > 0
@@ -36,7 +36,7 @@ class Budget:
         return max(0.0, self.seconds - self.used)
 
     def deadline(self, share: float) -> float:
-        """The clock's reading after this share of what is left."""
+        """Return the reading of the clock after this share of the remaining time."""
         return time.perf_counter() + share * self.left
 
     def __str__(self) -> str:
@@ -44,7 +44,7 @@ class Budget:
 
 
 def until(deadline: float, func: Callable) -> Callable:
-    """func, which raises OutOfTime if it is called after the deadline."""
+    """Wrap func so that it raises OutOfTime if it is called after the deadline."""
     if math.isinf(deadline):
         return func
 
@@ -57,9 +57,9 @@ def until(deadline: float, func: Callable) -> Callable:
 
 
 class Progress:
-    """One line on stderr that is overwritten, or a function of the user's that gets each message.
+    """Progress messages: one line on stderr that is overwritten, or calls of a user's function.
 
-    to: None: a line if stderr is a terminal. True: a line there in any case. False: nothing.
+    to: the function; True: a line on stderr; None: a line if stderr is a terminal; False: nothing.
     """
 
     def __init__(self, to: Callable[[str], None] | bool | None, budget: Budget):

@@ -1,4 +1,4 @@
-"""f in float64 without a copy of f, for the reference gradient."""
+"""Evaluation of f in float64 without a copy of f, for the reference gradient."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torchmali._torch import tree_map
 
 
 class InDouble(TorchFunctionMode):
-    """A mode in which operations that meet a float32 tensor get a float64 twin of it instead."""
+    """Mode in which operations get a float64 twin in place of each float32 tensor."""
 
     def __init__(self):
         super().__init__()
-        self.twins: dict[int, tuple[Tensor, Tensor]] = {}  # holds the float32 ones, too: a freed one's id comes back
+        self.twins: dict[int, tuple[Tensor, Tensor]] = {}  # keeps float32 tensors alive: ids are reused
 
     def twin(self, x: Any) -> Any:
         if isinstance(x, Tensor) and x.dtype == torch.float32:

@@ -1,4 +1,4 @@
-"""Runs of the methods: first each on its own, then all that matter in turns."""
+"""Measurement of the methods: first each on its own, then in interleaved rounds those whose order matters."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from torchmali.measure import LiveBytes
 
 N_ROUNDS = 20  # at most
 BUSY = 0.25  # share of a run in which the calling thread itself must be at work for its clock to be used
-FOR_ROUNDS = 0.3  # share of the whole time that they may take
+FOR_ROUNDS = 0.3  # share of the whole time that the rounds may take
 
 
 class Bench:
-    """A problem, the controller of the methods that have none, and the time for all of this."""
+    """Measures methods on a problem. controller: for methods that have none. budget: time for all of it."""
 
     def __init__(self, problem: Problem, controller: StepController, budget: Budget, tell: Progress):
         self.problem, self.controller, self.budget, self.tell = problem, controller, budget, tell
-        self.is_busy = False  # the calling thread, in some run
+        self.is_busy = False  # whether the calling thread was at work in some run
 
     def rows(self, methods: Mapping[str, Method], exact: Gradients | None) -> list[Row]:
-        """The methods, each run twice. One may take a quarter of the time that is left, the last four equal parts."""
+        """Run each method twice. Each may take a quarter of the time that is left, the last four equal parts of it."""
         rows = []
         for i, (name, method) in enumerate(methods.items(), 1):
             self.tell(f"{name}, {i} of {len(methods)}")
@@ -65,10 +65,10 @@ class Bench:
         return problem.gradients(method.solver, method.controller or self.controller, method.gradient)
 
     def timed(self, rows: Sequence[Row], tolerance: float, uncertainty: float) -> list[Row]:
-        """The rows with times from rounds in which they take turns, until their order is clear.
+        """Return the rows with times from interleaved rounds, which end when the order of the rows is clear.
 
-        In the first round all rows run that have numbers, in the others those alone whose order decides the advice. The
-        direction of the rounds alternates, so that none always comes after the same one.
+        The first round runs all rows that have numbers, later rounds only those whose order decides the advice. The
+        direction of the rounds alternates, so that no row always runs after the same one.
         """
         found = {row.name: row for row in rows}
         active = [row.name for row in rows if row.is_measured]
@@ -87,10 +87,10 @@ class Bench:
         return list(found.values())
 
     def _clock(self) -> Callable[[], float]:
-        """The processor time of the calling thread, which other programs do not disturb; or the time on the wall.
+        """Return a clock: the processor time of the calling thread, which other programs do not disturb, or wall time.
 
-        The calling thread computes on the CPU itself, and waits for helpers by trying again and again, so that it is at
-        work from the start to the end of a run. Not where the work is done by another device or program.
+        The calling thread computes on the CPU itself and waits for helper threads in a busy loop, so that it is at work
+        from the start to the end of a run. Wall time is for work that is done by another device or program.
         """
         is_fine = time.get_clock_info("thread_time").resolution < 1e-5
         on_cpu = all(z.device.type == "cpu" for z in tree_leaves(self.problem.y0))
@@ -106,7 +106,7 @@ class Bench:
 
 
 def undecided(rows: list[Row], tolerance: float, uncertainty: float) -> list[str]:
-    """The rows whose times decide the advice and are not yet known well enough, in the order of the table."""
+    """Names of the rows whose times decide the advice and are not yet known well enough, in the order of the table."""
     audit = Audit(rows, tolerance, "", uncertainty)
     fastest = min(audit.lean, key=lambda row: row.seconds, default=None)
     if fastest is None:

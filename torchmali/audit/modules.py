@@ -1,4 +1,4 @@
-"""The problem inside an ODEBlock, CNF, NeuralCDE or ODE-RNN: what their forward pass gives to `solve`."""
+"""Problem inside an ODEBlock, CNF, NeuralCDE or ODE-RNN: the arguments that the forward pass gives to `solve`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Loss = Callable[[Any], Tensor]
 
 
 def problem_of(func: Any, y0: Any, t: Any, loss: Loss | None, args: tuple, params: Any) -> Problem:
-    """The problem of `solve(func, y0, t, args=args, params=params)`, or of `func(y0, *args)` if func solves itself.
+    """Return the problem of `solve(func, y0, t, args=args, params=params)`, or of `func(y0, *args)` for a module.
 
     Draws the noise of a CNF.
     """
@@ -50,7 +50,7 @@ def problem_of(func: Any, y0: Any, t: Any, loss: Loss | None, args: tuple, param
 
 
 def own_solver(func: Any) -> SolveModule | None:
-    """The module whose solver, controller and gradient func uses."""
+    """Return the module whose solver, controller and gradient func uses, or None."""
     func = func.cell if isinstance(func, ODERNN) else func
     return func if isinstance(func, tuple(BUILDERS)) else None
 
@@ -91,7 +91,7 @@ def _of_cnf(cnf: CNF, x: Any, t: Any, loss: Loss | None, args: tuple) -> Problem
     free = (math.inf,) * n_regularisers
 
     def adapted(controller: StepController) -> StepController:
-        # The step size does not look at the regularisers. A tree of tolerances is already one of all leaves.
+        # The regularisers do not influence the step size. A tuple of tolerances already has one for each leaf.
         if not isinstance(controller, AdaptiveStep) or not free or isinstance(controller.rtol, tuple):
             return controller
         rtol, atol = controller.rtol, controller.atol

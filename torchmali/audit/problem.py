@@ -1,4 +1,4 @@
-"""The problem that an audit solves again and again, with one method after the other."""
+"""Problem that an audit solves repeatedly, with one method after the other."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from torchmali.tree import Structure
 
 DIFFICULTIES = (errors.NonFiniteError, errors.StepLimitError, errors.StepUnderflowError)  # of a problem, not of a call
 N_REPEATS = 4  # evaluations of f that must agree
-FEW_ULP = 8  # by which they may differ where sums are taken in any order: not on the CPU
+FEW_ULP = 8  # by which the evaluations may differ on devices that sum in any order: not on the CPU
 
 
 def unchanged(controller: StepController) -> StepController:
@@ -38,7 +38,7 @@ def unchanged(controller: StepController) -> StepController:
 
 
 class Problem(NamedTuple):
-    """A solve with a loss of its y (time first)."""
+    """A solve, with a loss that is a function of its y (time first)."""
 
     func: Callable
     y0: Any
@@ -46,11 +46,11 @@ class Problem(NamedTuple):
     loss: Callable[[Any], Tensor]
     args: tuple = ()
     params: Any = None
-    options: Mapping[str, Any] = MappingProxyType({})  # others of `solve`
-    adapted: Callable[[StepController], StepController] = unchanged  # a controller to this problem
+    options: Mapping[str, Any] = MappingProxyType({})  # further options of `solve`
+    adapted: Callable[[StepController], StepController] = unchanged  # adapts a controller to this problem
     n_starts: int | None = None  # leaves of y0 whose gradient is compared; None: all
     accurate: Solver = Dopri8()  # for the reference
-    deadline: float = math.inf  # f raises OutOfTime after it
+    deadline: float = math.inf  # f raises OutOfTime after this reading of the clock
 
     def solve(self, solver: Solver, controller: StepController, gradient: GradientMethod) -> Solution:
         how = {"solver": solver, "controller": self.adapted(controller), "gradient": gradient}
@@ -58,10 +58,10 @@ class Problem(NamedTuple):
         return solve(func, self.y0, self.t, **how, args=self.args, params=self.params, **self.options)
 
     def probe(self, controller: StepController) -> int:
-        """A first solve, where wrong input raises what it raises in `solve`: its number of steps."""
+        """Solve once and return the number of steps. Wrong input raises the same errors as in `solve`."""
         try:
             y, stats = self.solve(Dopri5(), controller, Adjoint())[1:3]
-        except DIFFICULTIES:  # for each method to tell
+        except DIFFICULTIES:  # each method reports its own
             return 0
         loss = self.loss(y)
         got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
@@ -73,7 +73,7 @@ class Problem(NamedTuple):
         return stats.n_steps
 
     def with_leaves(self) -> Problem:
-        """The problem in which all that gets a gradient is a leaf of its own, or a parameter; f must be repeatable."""
+        """Return the problem with a leaf or a parameter for each gradient; raise if f is not repeatable."""
         structure = Structure.of(self.y0)
         z0 = structure.flatten(self.y0)
         field = Field(self.func, z0, structure, self.args, self.params)
@@ -98,14 +98,14 @@ class Problem(NamedTuple):
         return self._replace(func=func, y0=y0, loss=loss, args=args, params=params)
 
     def gradients(self, *method: Any) -> tuple[Sequence[Tensor | None], Stats]:
-        """Gradients of the loss by one solve and its backward pass."""
+        """Return gradients of the loss, and counts, of one solve and its backward pass."""
         torch.manual_seed(torch.initial_seed())  # a loss with noise should be the same every time
         y, stats = self.solve(*method)[1:3]
         leaves = [x for x in tree_leaves((self.y0, self.args)) if isinstance(x, Tensor) and x.requires_grad]
         grads = torch.autograd.grad(self.loss(y), [*leaves, *self.params], allow_unused=True)
         for g in grads:
             if g is not None and g.device.type != "cpu":
-                g.flatten()[:1].cpu()  # waits for the device, where all of this is only queued
+                g.flatten()[:1].cpu()  # waits for the device, which has only queued the work
         return grads, stats
 
 
@@ -122,16 +122,16 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 
 def _leaf(x: Any, dtype: torch.dtype | None = None) -> Any:
-    """A floating-point tensor cut off from its history, and cast."""
+    """Detach and cast x if it is a floating-point tensor."""
     is_real = isinstance(x, Tensor) and x.is_floating_point()
     return x.detach().to(dtype or x.dtype).requires_grad_(x.requires_grad) if is_real else x
 
 
 @contextlib.contextmanager
 def left_as_it_was(root: Any) -> Iterator[None]:
-    """Attributes and buffers of the modules in root are afterwards what they were before."""
+    """Restore the attributes and buffers of the modules in root at the end of the context."""
     _, modules = find_parameters_and_modules(root)
-    plain = [m for m in modules if isinstance(buffers_of(m), dict)]  # a script's are none
+    plain = [m for m in modules if isinstance(buffers_of(m), dict)]  # not so for scripted modules
     kept = [(m, dict(vars(m)), dict(buffers_of(m))) for m in plain]
     values = [(b, b.detach().clone()) for m in modules for b in m.buffers(recurse=False)]
     try:

@@ -1,4 +1,4 @@
-"""What is compared, and what was found: a method and its row."""
+"""Methods that are compared, and the row of results of each."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ METHODS: dict[str, Method] = {
 
 
 class Row(NamedTuple):
-    """What a method did. One that failed or was not measured has infinite numbers and a reason."""
+    """Results of a method. A method that failed or was not measured has infinite numbers and a reason."""
 
     name: str
     method: Method
@@ -52,7 +52,7 @@ class Row(NamedTuple):
     stats: Stats = Stats()
     notes: tuple[str, ...] = ()  # its warnings
     failure: str = ""
-    unmeasured: str = ""  # why
+    unmeasured: str = ""  # the reason, if it was not measured
     times: tuple[float, ...] = ()  # by round; all rows that were in a round ran one after the other
 
     @property
@@ -60,5 +60,5 @@ class Row(NamedTuple):
         return not self.failure and not self.unmeasured
 
     def time_over(self, other: Row) -> Band:
-        """The band of the ratio of its time to that of another row."""
+        """Return the band of the ratio of this row's time to another row's time."""
         return compare(self.times or (self.seconds,), other.times or (other.seconds,))

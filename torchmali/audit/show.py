@@ -1,4 +1,4 @@
-"""The table of an audit as text and as HTML."""
+"""Table of an audit as text and as HTML."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HEADS = ["method", "solver + gradient", "error", "peak", "f fwd", "f bwd", "time
 
 
 def cells(row: Row, uncertainty: float) -> list[list[str]]:
-    """The cells of a row (or why there are no numbers), and its notes."""
+    """Return the cells of a row (or the reason why it has no numbers), and its notes."""
     stats, has_v = row.stats, isinstance(row.method.solver, ReversibleSolver)
     drift = "-" if stats.reconstruction_error is None else brief(stats.reconstruction_error)
     work = [str(stats.n_evals_forward), str(stats.n_evals_backward), duration(row.seconds)]
@@ -51,14 +51,14 @@ def _lines(rows: Sequence[Row], uncertainty: float) -> list[list[str]]:
 
 
 def shown_error(error: float, uncertainty: float) -> str:
-    """An error below the reference's own is marked: the reference cannot tell it from zero."""
+    """Format an error; one below the reference's own error is marked: the reference cannot tell it from zero."""
     if math.isnan(error):
         return "-"
     return f"< {brief(uncertainty)}" if error < uncertainty else brief(error)
 
 
 def short(message: str) -> str:
-    """A message up to its explanation, without what is in brackets at its end."""
+    """Shorten a message to its first clause, without a parenthesis at its end."""
     return re.sub(r" \([^()]*\)$", "", re.split(r"[.:;] |\n", message)[0].rstrip("."))
 
 

@@ -1,4 +1,4 @@
-"""Whether one method is faster than another, told from runs that took turns."""
+"""Comparison of the times of two methods, from interleaved runs."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-MARGIN = 1.1  # times that differ by less are the same for those who choose a method
+MARGIN = 1.1  # a smaller factor between two times does not matter for the choice of a method
 DOUBT = 0.01  # the probability that a band of eight or more ratios misses their median
-SPARE = {1: 3.0, 2: 2.0, 3: 1.5, 5: 1.2}  # from so many ratios on, the factor by which a band of fewer is widened
+SPARE = {1: 3.0, 2: 2.0, 3: 1.5, 5: 1.2}  # least number of ratios: factor that widens the band, below eight
 
 
 class Band(NamedTuple):
@@ -33,7 +33,7 @@ class Band(NamedTuple):
 
 
 def compare(times: Sequence[float], others: Sequence[float]) -> Band:
-    """The band of times / others. Runs of equal index were next to each other, so that the machine was in one state.
+    """Return the band of times / others. Runs of equal index ran one after the other, under equal conditions.
 
     With n ratios, the number of those below their median is binomial whatever their distribution, so that a pair of
     order statistics holds the median with probability 1 - DOUBT. There is no such pair for n < 8: then the band

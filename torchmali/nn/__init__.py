@@ -1,4 +1,4 @@
-"""Modules made of solves: ODEBlock, CNF, NeuralCDE and the paths that drive it, ODE-RNN."""
+"""Modules that solve ODEs: ODEBlock, CNF, NeuralCDE and the paths that drive it, ODE-RNN."""
 
 from torchmali.nn.base import SolveModule
 from torchmali.nn.block import ODEBlock

@@ -1,4 +1,4 @@
-"""What modules made of solves share."""
+"""Base class of the modules that solve ODEs, and the times they are given."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Times = Sequence[float] | Tensor
 
 
 class SolveModule(nn.Module):
-    """A module that solves; `last_stats` has the counts of its last solve."""
+    """Base of modules that call `solve`; `last_stats` has the counts of the last solve."""
 
     last_stats: Stats | None
 
@@ -28,7 +28,7 @@ class SolveModule(nn.Module):
         self.last_stats = None
 
     def solve(self, func: Callable, y0: Any, t: Any, **changes: Any) -> Solution:
-        """With the solver, controller and gradient method of this module, but for `changes`."""
+        """Call `solve` with the solver, controller and gradient method of this module, except for `changes`."""
         how = {"solver": self.solver, "controller": self.controller, "gradient": self.gradient}
         solution = solve(func, y0, t, **{**how, "buffers": self.buffers_policy, **changes})
         self.last_stats = solution.stats
@@ -40,7 +40,10 @@ class SolveModule(nn.Module):
 
 
 def checked_times(t: Times) -> Times:
-    """A parameter, to be learned, or numbers: another tensor would be rounded by to(dtype), and is not learned."""
+    """Return a parameter (learned times) or numbers as given, and any other tensor as numbers.
+
+    As a tensor, times that are not learned would be rounded by to(dtype).
+    """
     if not isinstance(t, Tensor) or isinstance(t, nn.Parameter):
         return t
     if t.requires_grad:

@@ -15,10 +15,10 @@ from torchmali.tree import Structure
 
 
 class ODEBlock(SolveModule):
-    """From y(t[0]) to y(t[-1]), where dy/dt = func(t, y, *args). The defaults are the paper's.
+    """Layer from y(t[0]) to y(t[-1]), where dy/dt = func(t, y, *args). The defaults are the paper's.
 
     t: times, as numbers, or as a parameter to be learned. all_outputs: return y at all times, time first. buffers: see
-    `solve`. `last_stats` has the counts of the last call, and once its backward pass is done those of that, too.
+    `solve`. `last_stats` has the counts of the last call, and of its backward pass once this has run.
     """
 
     def __init__(

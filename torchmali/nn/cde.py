@@ -1,4 +1,4 @@
-"""A controlled equation as a layer of a network: an ODE driven by a path through data."""
+"""A controlled differential equation as a layer of a network: an ODE driven by a path through data."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from torchmali.solvers.leapfrog import ALF
 
 
 class NeuralCDE(SolveModule):
-    """From a path X to z at the last time, where dz/dt = func(t, z) dX/dt (Kidger et al., 2020).
+    """Layer from a path X to z at the last time, where dz/dt = func(t, z) dX/dt (Kidger et al., 2020).
 
-    func: from z (..., hidden) to a matrix (..., hidden, channels). initial: z(t0) = initial(X(t0)); without it z0 is
-    given to `forward`. control: what the coefficients are of, `CubicControl` or `LinearControl` (with that, steps end
-    on the knots, where dX/dt jumps). all_outputs: return z at all times, time first. buffers: see `solve`.
+    func: maps z (..., hidden) to a matrix (..., hidden, channels). initial: z(t0) = initial(X(t0)); without `initial`,
+    z0 is given to `forward`. control: the kind of path, `CubicControl` or `LinearControl`; with `LinearControl`, steps
+    end on the knots, where dX/dt jumps. all_outputs: return z at all times, time first. buffers: see `solve`.
     `last_stats`: see `ODEBlock`.
     """
 
@@ -52,18 +52,19 @@ class NeuralCDE(SolveModule):
         t: Sequence[float] | Tensor | None = None,
         z0: Tensor | None = None,
     ) -> Tensor:
-        """z at t[-1], or at all times t: by default at the first and the last knot. Coefficients get gradients, too.
+        """Return z at t[-1], or at all times t with `all_outputs`. Coefficients get gradients, too.
 
-        knots: the t that the coefficients were computed with; None if there was none.
+        knots: the t that the coefficients were computed with; None if there was none. t: output times, by default the
+        first and the last knot.
         """
         path = self.control(coeffs, knots)
         if knots is not None:
             check_increasing(knots)
             t = torch.stack((knots[0], knots[-1])) if t is None else t
         elif t is None:
-            t = (0.0, len(path.knots) - 1.0)  # known without a look at the device
+            t = (0.0, len(path.knots) - 1.0)  # from the shape: reading the knots would wait for the device
         z0 = self._start(path, t[0], z0)
-        # By args, not by closure: there they are found to need gradients, and are saved for the backward pass.
+        # Coefficients and knots are args, not a closure: `solve` finds that args need gradients, and saves them.
         slope = partial(_slope, self.func, self.control)
         how: dict[str, Any] = {"args": (coeffs, path.knots)}
         if not self.control.jumps:
@@ -106,7 +107,7 @@ def _nothing(t: Tensor, z: Tensor) -> Tensor:
 
 
 def _with_knots(t: Sequence[float] | Tensor, knots: Tensor) -> tuple[Tensor, list[int]]:
-    """The times t and the knots between them, in order, and where t is among them."""
+    """Return the times t merged with the knots between them, in order, and the indices of t in the result."""
     every = torch.cat([torch.as_tensor(t, dtype=knots.dtype, device=knots.device), knots])
     values, n = every.tolist(), len(t)
     low, high = sorted((values[0], values[n - 1]))

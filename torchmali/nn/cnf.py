@@ -24,32 +24,34 @@ from torchmali.solvers.leapfrog import ALF
 
 
 def rademacher(x: Tensor) -> Tensor:
-    """1 or -1, each with probability 1/2: of all noise, the one with the smallest variance of the estimated trace."""
+    """Draw 1 or -1, each with probability 1/2: the noise with the smallest variance of the estimated trace."""
     return torch.empty_like(x).bernoulli_(0.5).mul_(2).sub_(1)
 
 
 def gaussian(x: Tensor) -> Tensor:
+    """Draw standard normal noise."""
     return torch.randn_like(x)
 
 
 class Trace(ABC):
-    """How tr(df/dx), the rate at which the flow expands, is found."""
+    """Base of computations of tr(df/dx), the rate at which the flow expands."""
 
     @abstractmethod
     def draw(self, x: Tensor) -> Tensor | None:
-        """The noise for one call of the flow."""
+        """Draw the noise for one call of the flow."""
 
     @abstractmethod
     def of(self, u: Tensor, x: Tensor, noise: Tensor | None, keeps: bool) -> tuple[Tensor, Tensor]:
-        """tr J and |J|^2, J = du/dx, of each sample: (batch,). keeps: with a graph."""
+        """Return tr J and |J|^2, J = du/dx, of each sample: (batch,). keeps: whether the results have a graph."""
 
 
 @dataclass(frozen=True, repr=False)
 class Hutchinson(Trace):
-    """tr J = E[e^T J e] and |J|^2 = E[|e^T J|^2], by one vector-Jacobian product with noise e.
+    """Estimator of tr J = E[e^T J e] and |J|^2 = E[|e^T J|^2], by one vector-Jacobian product with noise e.
 
-    e is drawn once per call of the flow and is the same throughout its solve and backward pass, or f would be no
-    function. noise: what draws it, `rademacher` or `gaussian`, or another function of x with mean 0 and variance 1.
+    e is drawn once per call of the flow and is the same throughout its solve and backward pass, since f must be the
+    same function at every evaluation. noise: draws e from x: `rademacher`, `gaussian`, or another function with mean 0
+    and variance 1.
     """
 
     noise: Callable[[Tensor], Tensor] = rademacher
@@ -68,7 +70,7 @@ class Hutchinson(Trace):
 
 @dataclass(frozen=True, repr=False)
 class ExactTrace(Trace):
-    """By one vector-Jacobian product for each dimension of x."""
+    """tr J and |J|^2 by one vector-Jacobian product for each dimension of x."""
 
     __repr__ = short_repr
 
@@ -99,7 +101,7 @@ def _per_sample(x: Tensor) -> Tensor:
 
 
 class Flow(NamedTuple):
-    """Where a flow took x, and what was integrated on the way; of shape (batch,) but for z."""
+    """Result of a flow: z, its log-determinant and the integrated regularisers, which have shape (batch,)."""
 
     z: Tensor
     log_det: Tensor  # log |det dz/dx|
@@ -109,11 +111,11 @@ class Flow(NamedTuple):
 
 
 class CNF(SolveModule):
-    """A flow from data x at t[0] to normal noise z at t[1], where dx/dt = func(t, x, *args), with its density.
+    """Continuous normalising flow from data x at t[0] to normal noise z at t[1], where dx/dt = func(t, x, *args).
 
     log p(x) = log N(z) + integral of tr(df/dx) dt. trace: `Hutchinson()` (unbiased for the log-density, one
     vector-Jacobian product) or `ExactTrace()`. kinetic, jacobian: also integrate the regularisers of RNODE (Finlay et
-    al., 2020); the step size does not look at them. buffers: see `solve`. `last_stats`: see `ODEBlock`.
+    al., 2020), which do not influence the step size. buffers: see `solve`. `last_stats`: see `ODEBlock`.
     """
 
     def __init__(
@@ -142,12 +144,12 @@ class CNF(SolveModule):
         self.func, self.t, self.trace, self.kinetic, self.jacobian = func, checked_times(t), trace, kinetic, jacobian
 
     def forward(self, x: Tensor, *args: Any, noise: Tensor | None = None, return_code: bool = False) -> Flow:
-        """x: (batch, ...). noise: of the trace, like x; by default it is drawn here, once.
+        """Map x, (batch, ...), to z. noise: of the trace, like x; by default it is drawn once, in this call.
 
-        return_code: also return the integer end state (the solve then runs on integers), from which `inverse` gets x
-        to the last bit; with MALI(exact=True), which rounds x to its grid first, to the last bit of that.
+        return_code: also return the integer end state, from which `inverse` rebuilds x to the last bit. The solve then
+        runs on integers. MALI(exact=True) rounds x to its grid first; there `inverse` rebuilds the rounded x.
         """
-        if torch.is_inference_mode_enabled():  # the trace is a derivative, even where nobody differentiates it
+        if torch.is_inference_mode_enabled():  # the trace is itself a derivative, which needs autograd
             with torch.inference_mode(False), torch.no_grad():
                 x, noise = x.clone(), None if noise is None else noise.clone()
                 return self.forward(x, *args, noise=noise, return_code=return_code)
@@ -189,10 +191,10 @@ class CNF(SolveModule):
         return replace(controller, rtol=(rtol, rtol, *free), atol=(atol, atol, *free))
 
     def inverse(self, z: Tensor | Code, *args: Any) -> Tensor:
-        """x, from the code of `forward` to the last bit, or from z by a solve in the other direction.
+        """Return x: from the code of `forward` to the last bit, or from z by a solve in the other direction.
 
-        The code leads back exactly: it has the bits that rounding took from z, and v, which a solve from z alone has to
-        begin anew as f(t, z). So from z, x is as accurate as both solves together: about the controller's tolerance.
+        The code is exact, because it holds v and the bits that rounding took from z. A solve from z alone has to begin
+        with v = f(t, z), so its x is as accurate as both solves together: about the controller's tolerance.
         """
         if isinstance(z, Code):
             return solve_back(self._slope(), z)[0]
@@ -200,7 +202,7 @@ class CNF(SolveModule):
         return self.solve(self.func, z, t, args=args).y[-1]
 
     def log_prob(self, x: Tensor, *args: Any, noise: Tensor | None = None) -> Tensor:
-        """log p(x), (batch,), under a standard normal z. With Hutchinson's trace an unbiased estimate."""
+        """Return log p(x), (batch,), for a standard normal z. With Hutchinson's trace it is an unbiased estimate."""
         flow = self.forward(x, *args, noise=noise)
         d = math.prod(x.shape[1:])
         return flow.log_det - 0.5 * _per_sample(flow.z.square()) - 0.5 * d * math.log(2 * math.pi)
@@ -213,7 +215,7 @@ class CNF(SolveModule):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> Tensor:
-        """x from z ~ N(0, temperature^2), of shape (batch, ...). dtype, device: by default those of the parameters."""
+        """Draw x, (batch, ...), from z ~ N(0, temperature^2). dtype, device: by default those of the parameters."""
         like = next(self.parameters(), torch.empty(()))
         z = torch.randn(*shape, dtype=dtype or like.dtype, device=device or like.device)
         return self.inverse(temperature * z, *args)
@@ -232,10 +234,10 @@ def _slope(
     noise: Tensor | None,
     args: tuple,
 ) -> tuple[Tensor, ...]:
-    """The rates of x, log_det and the regularisers that are wanted."""
-    keeps = torch.is_grad_enabled()  # else the trace needs a graph of f, but none of itself
+    """Return the rates of x, log_det and the wanted regularisers."""
+    keeps = torch.is_grad_enabled()  # if not, the trace still needs a graph of f, but has none itself
     with torch.enable_grad():
-        # The very tensor: a new leaf would look like one that was forgotten.
+        # Not a detached copy: `solve` would take a new leaf for a parameter that it was not told of.
         x = y[0].requires_grad_() if keeps else y[0].detach().requires_grad_()
         u = func(t, x, *args)
         got = tuple(u.shape) if isinstance(u, Tensor) else f"a {type(u).__name__}"

@@ -1,6 +1,6 @@
-"""Paths through data: what drives a controlled equation.
+"""Paths through data, which drive a controlled differential equation.
 
-The coefficients have the layout of torchcde, so those of either library work in the other. There is no loop over knots.
+The coefficients have the layout of torchcde: each library can use those of the other. There is no loop over knots.
 """
 
 from __future__ import annotations
@@ -14,19 +14,20 @@ from torch import Tensor
 
 from torchmali.errors import InvalidOptionError, InvalidStateError, InvalidTimesError, warn
 
-# Of the tridiagonal system: see _solve_dominant.
+# Distance in knots beyond which _solve_dominant leaves out the coupling of rows.
 MAX_REACH = 128
 
 
 def linear_coeffs(x: Tensor, t: Tensor | None = None, rectilinear: int | None = None) -> Tensor:
     """Values at the knots, for `LinearControl`: x itself, (..., length, channels), without missing values.
 
-    A nan is a missing value. It is filled linearly in between, and by the nearest observation before the first and
-    after the last; a channel that was never observed is 0. t: the knots, increasing; default 0, 1, ..., length - 1.
+    A nan is a missing value: it is filled linearly between observations, and by the nearest observation before the
+    first and after the last. A channel that was never observed is 0. t: the knots, increasing; by default 0, 1, ...,
+    length - 1.
 
-    rectilinear: the channel that holds time. Between two knots the path then goes along time first, and along the
-    others (their last observation) after, so that it never shows what was not yet observed. It has 2 length - 1 knots;
-    t, if given, is for those.
+    rectilinear: the channel that holds time. Between two knots the path then changes the time first and the other
+    channels (their last observation) after, so that it never shows a value that was not yet observed. Such a path has
+    2 length - 1 knots, and t, if given, must have as many.
     """
     _check_data(x)
     if rectilinear is not None:
@@ -35,7 +36,7 @@ def linear_coeffs(x: Tensor, t: Tensor | None = None, rectilinear: int | None = 
 
 
 def hermite_cubic_coeffs(x: Tensor, t: Tensor | None = None) -> Tensor:
-    """Cubic pieces with backward differences, for `CubicControl`: (..., length - 1, 4 channels).
+    """Coefficients of cubic pieces with backward differences, for `CubicControl`: (..., length - 1, 4 channels).
 
     The slope at a knot is that of the line from the knot before, so the path up to any time needs no later knot than
     the next one. t and missing values: as in `linear_coeffs`.
@@ -49,9 +50,9 @@ def hermite_cubic_coeffs(x: Tensor, t: Tensor | None = None) -> Tensor:
 
 
 def natural_cubic_coeffs(x: Tensor, t: Tensor | None = None) -> Tensor:
-    """The natural cubic spline, for `CubicControl`: (..., length - 1, 4 channels).
+    """Coefficients of the natural cubic spline, for `CubicControl`: (..., length - 1, 4 channels).
 
-    Twice continuously differentiable, without curvature at both ends. Its slopes k at the knots solve
+    The spline is twice continuously differentiable, without curvature at both ends. Its slopes k at the knots solve
 
         k[i-1] / h[i-1] + 2 (1 / h[i-1] + 1 / h[i]) k[i] + k[i+1] / h[i] = 3 (dx[i-1] / h[i-1]**2 + dx[i] / h[i]**2)
 
@@ -75,10 +76,10 @@ def natural_cubic_coeffs(x: Tensor, t: Tensor | None = None) -> Tensor:
 
 
 def _solve_dominant(lower: Tensor, upper: Tensor, right: Tensor) -> Tensor:
-    """k of lower[i] k[i-1] + k[i] + upper[i] k[i+1] = right[i], by parallel cyclic reduction along dimension -2.
+    """Solve lower[i] k[i-1] + k[i] + upper[i] k[i+1] = right[i] by parallel cyclic reduction along dimension -2.
 
-    Each round puts the equations of both neighbours into each row, so that rows refer to others twice as far away.
-    Needs |lower| + |upper| <= 1/2 in each row. A round squares this bound, so once rows reach MAX_REACH knots away the
+    Each round inserts the equations of both neighbours into each row, so that rows refer to others twice as far away.
+    Each row needs |lower| + |upper| <= 1/2. A round squares this bound, so once rows reach MAX_REACH knots away the
     rest weighs less than 2**-MAX_REACH and is left out.
     """
     reach, n = 1, right.shape[-2]
@@ -86,7 +87,7 @@ def _solve_dominant(lower: Tensor, upper: Tensor, right: Tensor) -> Tensor:
         diagonal = 1 - lower * _later(upper, reach) - upper * _earlier(lower, reach)
         by_lower, by_upper, old = -lower / diagonal, -upper / diagonal, right
         right = old / diagonal
-        # In place, and without zeros at the ends: this is all that is as large as x.
+        # In place, and without zeros at the ends, to save memory: only `right` and `old` are as large as x.
         right[..., reach:, :].addcmul_(by_lower[reach:], old[..., :-reach, :])
         right[..., :-reach, :].addcmul_(by_upper[:-reach], old[..., reach:, :])
         lower, upper = by_lower * _later(lower, reach), by_upper * _earlier(upper, reach)
@@ -123,7 +124,7 @@ def _filled(x: Tensor, t: Tensor) -> Tensor:
     index = torch.arange(n, device=x.device).unsqueeze(-1)
     before = torch.where(observed, index, -1).cummax(-2).values
     after = torch.where(observed, index, n).flip(-2).cummin(-2).values.flip(-2)
-    # Beyond the ends the only neighbour stands for both. Without any, the clamps find zeros.
+    # Beyond the first and last observation, the only neighbour stands for both. Without any, the clamps find zeros.
     before, after = torch.where(before < 0, after, before), torch.where(after == n, before, after)
     before, after = before.clamp(max=n - 1), after.clamp(min=0)
     zeroed = x.masked_fill(~observed, 0)
@@ -187,7 +188,7 @@ def check_increasing(knots: Tensor) -> None:
 
 
 def _knots(like: Tensor, n: int, knots: Tensor | None) -> Tensor:
-    """The knots of a path of n knots, next to its data. None of this waits for the device."""
+    """Return the n knots of a path on the device of its data, without waiting for the device."""
     what = f"a path needs 2 or more knots; the data of shape {tuple(like.shape)} has {n}."
     if n < 2:
         raise InvalidTimesError(f"{what} Give data of a longer time, or repeat the only observation.")
@@ -207,13 +208,13 @@ def _knots(like: Tensor, n: int, knots: Tensor | None) -> Tensor:
 
 
 class Control(ABC):
-    """A path X(t) made of pieces between knots. Beyond the ends the outer pieces go on.
+    """A path X(t) made of pieces between knots. Beyond the ends the outer pieces are extended.
 
     A t on a knot belongs to the piece on its left. coeffs: made by one of the functions above, or by torchcde. knots:
-    the t given there.
+    the t that was given to that function.
     """
 
-    jumps: ClassVar[bool] = False  # dX/dt does, at the knots
+    jumps: ClassVar[bool] = False  # whether dX/dt jumps at the knots
 
     def __init__(self, coeffs: Tensor, knots: Tensor | None = None):
         self.coeffs, self.knots = coeffs, _knots(coeffs, self._n_knots(coeffs), knots)
@@ -221,7 +222,7 @@ class Control(ABC):
     @staticmethod
     @abstractmethod
     def _n_knots(coeffs: Tensor) -> int:
-        """How many knots these coefficients are for; raises if they are none."""
+        """Return the number of knots of these coefficients; raise if their shape is wrong."""
 
     @abstractmethod
     def evaluate(self, t: Tensor | float) -> Tensor:
@@ -232,10 +233,10 @@ class Control(ABC):
         """dX/dt at t, of shape (..., channels)."""
 
     def _locate(self, t: Tensor | float) -> tuple[Tensor, Tensor]:
-        """The piece that t is in, and the time since its start, both of shape (1,)."""
+        """Return the index of the piece that t is in, and the time since its start, both of shape (1,)."""
         knots = self.knots
         t = t.to(knots).reshape(1) if isinstance(t, Tensor) else knots.new_full((1,), t)
-        # Among the inner knots: so the outer pieces have no outer end.
+        # Searching the inner knots alone extends the outer pieces beyond the ends.
         i = torch.searchsorted(knots[1:-1].detach(), t.detach())
         return i, (t - knots.index_select(0, i)).to(self.coeffs.dtype)
 
@@ -271,8 +272,9 @@ class CubicControl(Control):
 class LinearControl(Control):
     """Straight lines from knot to knot. coeffs: (..., length, channels).
 
-    dX/dt jumps at the knots, where the slope on the left is seen. Let steps end on the knots, and use ALF: it looks
-    inside its steps only and keeps its order. Those that look at the ends, as Heun and RK4 do, fall to order 1.
+    dX/dt jumps at the knots, where `derivative` is the slope on the left. Let steps end on the knots, and use ALF: it
+    evaluates f only inside its steps and keeps its order. Solvers that evaluate f at the ends, such as Heun and RK4,
+    fall to order 1.
     """
 
     jumps = True

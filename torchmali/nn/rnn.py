@@ -1,4 +1,4 @@
-"""A recurrent network whose state moves on between observations."""
+"""ODE-RNN: a recurrent network whose state follows an ODE between observations."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torchmali.solvers.leapfrog import ALF
 class ODERNNCell(SolveModule):
     """One step of an ODE-RNN: h moves from t0 to t1 by dh/dt = func(t, h), then becomes cell(x, h).
 
-    cell: an nn.GRUCell, or anything else from (x, h) to h. buffers: see `solve`. `last_stats`: of the last solve.
+    cell: an nn.GRUCell, or anything else from (x, h) to h. buffers: see `solve`. `last_stats`: see `ODEBlock`.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class ODERNNCell(SolveModule):
     def forward(
         self, x: Tensor, h: Tensor, t0: float | Tensor, t1: float | Tensor, observed: Tensor | None = None
     ) -> Tensor:
-        """h after x was seen at t1. Rows that are not `observed`, (batch,), have moved but seen nothing."""
+        """Return h at t1, updated by x. Rows that are not `observed`, (batch,), follow the ODE but are not updated."""
         if t0 != t1:
             h = self.solve(self.func, h, (t0, t1)).y[-1]
         if observed is None:
@@ -49,12 +49,12 @@ class ODERNNCell(SolveModule):
                 f"observed must be bool of shape {tuple(x.shape[:1])}; got {observed.dtype} of {tuple(observed.shape)}."
             )
         observed = observed.unsqueeze(-1)
-        # What was not observed may be nan, and 0 * nan would be its share of the cell's gradient.
+        # Values that were not observed may be nan, and would add 0 * nan to the gradient of the cell.
         return torch.where(observed, self.cell(x.masked_fill(~observed, 0), h), h)
 
 
 class ODERNN(nn.Module):
-    """A series read by an `ODERNNCell`, forwards or backwards in time (Rubanova et al., 2019)."""
+    """Network that reads a series with an `ODERNNCell`, forwards or backwards in time (Rubanova et al., 2019)."""
 
     def __init__(self, cell: ODERNNCell):
         super().__init__()
@@ -63,10 +63,10 @@ class ODERNN(nn.Module):
     def forward(
         self, x: Tensor, t: Tensor, h0: Tensor, observed: Tensor | None = None, reverse: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """h after each observation, (batch, length, hidden) in the order of x, and the last one, (batch, hidden).
+        """Return h after each observation, (batch, length, hidden) in the order of x, and the last h, (batch, hidden).
 
-        h0: at the first time that is read. observed: where x, (batch, length, channels), has been observed, as (batch,
-        length). reverse: read from the last time to the first, so that the last h is at t[0].
+        x: (batch, length, channels). h0: h at the first time that is read. observed: mask (batch, length), true where x
+        was observed. reverse: read from the last time to the first, so that the last h is at t[0].
         """
         times = self._checked_times(x, t, observed)
         order = range(len(times))[:: -1 if reverse else 1]

@@ -1,4 +1,4 @@
-"""Outputs that are observed: the sum of observe(t, y) over the times."""
+"""Outputs as a sum: observe(t, y), added up over the output times."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from torchmali.tree import Structure
 
 
 class ObservedOutputs(Outputs):
-    """The sum of observe(t, y) over n output times, and y at the last one."""
+    """Sum of observe(t, y) over n output times, and y at the last one."""
 
     def __init__(self, observer: Observer, n: int):
         self.observer, self.n, self.theta = observer, n, observer.theta
-        self.sum: tuple[Tensor, Tensor] | None = None  # and by how much it is too large
+        self.sum: tuple[Tensor, Tensor] | None = None  # the sum, and by how much it is too large
         self.end: Tensors = ()
 
     def record(self, k: int, t: Time, z: Tensors) -> None:
         (value,) = self.observer.at(t, z, k)
-        # Kahan's sum: 100,000 terms in float32 would lose four digits.
+        # Kahan summation: a plain sum of 100,000 terms in float32 would lose four digits.
         before, excess = self.sum or (torch.zeros_like(value), torch.zeros_like(value))
         value = value - torch.where(excess.isfinite(), excess, 0)  # inf - inf is no excess
         total = before + value
@@ -78,7 +78,7 @@ class ObservedOutputs(Outputs):
 
 
 def _sum(x: Tensor | None, y: Tensor | None) -> Tensor | None:
-    """x + y, with gaps in both."""
+    """x + y, where None counts as zero."""
     if x is None or y is None:
         return y if x is None else x
     return x + y
@@ -100,7 +100,7 @@ class Observer(Field):
     ):
         super().__init__(func, z0, structure, (), None, source=source, looks_for_leaves=looks_for_leaves)
         self.takes_k = _takes_k(func)
-        self.kind: Any = None  # shape and dtype of what it returns
+        self.kind: Any = None  # shape and dtype of its values
 
     def at(self, t: Time, z: Tensors, k: int) -> Tensors:
         self.args = (k,) if self.takes_k else ()
@@ -115,7 +115,7 @@ class Observer(Field):
         return g[: len(z)], g[len(z) :], g_t
 
     def backward_pass(self, t: float, z: Tensors) -> AbstractContextManager:
-        self.args = (0,) if self.takes_k else ()  # it may be asked for its first value
+        self.args = (0,) if self.takes_k else ()  # its first value may be asked for again
         return super().backward_pass(t, z)
 
     def __call__(self, t: Time, z: Tensors) -> Tensors:
@@ -141,7 +141,7 @@ class Observer(Field):
 
 
 def _takes_k(func: Any) -> bool:
-    """Whether there is a third argument that it cannot do without, or that is called k."""
+    """Whether func has a third argument that is required, or that is called k."""
     func = uncompiled(func)
     for wrapped in ("module", "forward"):  # of DistributedDataParallel, of a module
         func = getattr(func, wrapped, func)

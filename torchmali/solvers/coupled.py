@@ -4,9 +4,9 @@ With Psi_h(t, y) the increment of a step of the base method, the pair (y, z) mov
 
     y1 = lam y + (1 - lam) z + Psi_h(t0, z)          z1 = z - Psi_{-h}(t1, y1)
 
-and back by solving the second line for z, then the first for y. The coupling lam < 1 pulls the copies together, at the
-price that the inverse amplifies the round-off of y by 1/lam per step. Here z is the state's `point` for y and `slope`
-for z: what the state carries beside the solution.
+The inverse solves the second line for z, then the first for y. The coupling lam < 1 pulls the copies together, at the
+price that the inverse amplifies the round-off of y by 1/lam per step. In the code, y is the state's `point`, and z its
+`slope`: the tensors that a state carries beside the solution.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from torchmali.state.vectors import Tensors, Time, combine
 
 @dataclass(frozen=True, repr=False)
 class Reversible(AugmentedSolver):
-    """A Runge-Kutta method with an inverse, of its order, at twice its evaluations per step.
+    """A Runge-Kutta method made reversible: the order of `base`, at twice its evaluations per step.
 
-    The other road to high order in constant memory, beside ALF(order=4 or 6). It has the same weakness on contracting
-    problems, and no refresh.
+    An alternative to ALF(order=4 or 6) for high order in constant memory. `Reversible` has the same weakness on
+    contracting problems, and no refresh.
     """
 
     base: RungeKutta = RK4()  # noqa: RUF009 (an immutable value)
@@ -87,17 +87,17 @@ class Reversible(AugmentedSolver):
         return combine(None, (1 / lam, (lam - 1) / lam, -1 / lam), (y1, z, psi))
 
     def pullback(self, f: Field, step: StepBack, state: State, a: Cotangent) -> State:
-        # The stages of each half serve twice: for the state at its start, and with their graph for the VJP.
+        # The stages of each half step serve twice: for the state at its start, and with their graph for the VJP.
         t0, t1, before, y1 = step.t0, step.t1, step.before, state.point
         if before is None:
             back = self._recorded(f, t1, t0, y1)
             self._pull_back_half(back, a)
             z = combine(state.slope, (1.0,), (back.psi,))
-            del back  # or its graph would still be there in the other half
+            del back  # frees its graph before the other half
             forth = self._recorded(f, t0, t1, z)
             self._pull_forth_half(forth, a)
             return state.of(self._solved(y1, z, forth.psi)).with_slope(z)
-        # From the kept start nothing has to be inverted; the graphs of both halves are there at once.
+        # With a kept start nothing has to be inverted, but the graphs of both halves are alive at once.
         forth = self._recorded(f, t0, t1, before.slope)
         y1 = self._moved(before, forth.psi)
         back = self._recorded(f, t1, t0, y1)
@@ -111,13 +111,13 @@ class Reversible(AugmentedSolver):
         return combine(None, (self.coupling, 1 - self.coupling, 1.0), (state.point, state.slope, psi))
 
     def _pull_back_half(self, back: _Increment, a: Cotangent) -> None:
-        """Over z1 = z - psi(y1): afterwards a.z is all of dL/dy1."""
+        """Pull back through z1 = z - psi(y1); afterwards a.z is all of dL/dy1."""
         g, (dt1, dt0) = back.pull([-x for x in a.v], a)
         a.add_to_times(dt0, dt1)
         foreach_add_(a.z, g)
 
     def _pull_forth_half(self, forth: _Increment, a: Cotangent) -> None:
-        """Over y1 = lam y + (1 - lam) z + psi(z)."""
+        """Pull back through y1 = lam y + (1 - lam) z + psi(z)."""
         g, (dt0, dt1) = forth.pull(a.z, a)
         foreach_add_(a.v, a.z, alpha=1 - self.coupling)
         foreach_add_(a.v, g)
@@ -125,7 +125,7 @@ class Reversible(AugmentedSolver):
         a.add_to_times(dt0, dt1)
 
     def _recorded(self, f: Field, t0: Any, t1: Any, y: Tensors) -> _Increment:
-        """The increment from y over [t0, t1] with its graph."""
+        """Compute the increment from y over [t0, t1], with its graph."""
         y = tuple(x.detach().requires_grad_() for x in y)
         if f.wants_t:
             t0, t1 = followed((t0, t1), y)
@@ -149,7 +149,7 @@ class _Increment(NamedTuple):
     psi: Tensors  # the outputs without a graph
 
     def pull(self, weights: Sequence[Tensor], a: Cotangent) -> tuple[list[Tensor], tuple[Time, Time]]:
-        """The VJP with respect to y, and to the two times; that with respect to theta goes into `a`."""
+        """Return the VJP with respect to y and to the two times; the VJP with respect to theta is added to `a`."""
         g: list = self.f.vjp(self.outputs, [*self.y, *self.f.theta, *self.times], weights, self.n_evals)
         n, m = len(self.y), len(self.y) + len(self.f.theta)
         a.add_to_theta(g[n:m])

@@ -27,10 +27,10 @@ def _hermite(b: Row) -> tuple[Row, ...]:
 class Tableau:
     """Coefficients of an explicit method. The slope at the end, f(t1, z1), counts as one more stage after the last.
 
-    a: one row for each stage after the first. e: weights of the error estimate; where it uses the end slope the method
-    is FSAL. dense: for each stage (and the end slope) the coefficients of theta, theta^2, ... of the interpolant; None
-    means cubic Hermite. interpolates: whether this interpolant is as accurate as the steps; if not, adaptive steps end
-    on every output time.
+    a: one row for each stage after the first. e: weights of the error estimate; if the estimate uses the end slope, the
+    method is FSAL. dense: for each stage (and the end slope) coefficients of theta, theta^2, ... of the interpolant;
+    None means cubic Hermite. interpolates: whether this interpolant is as accurate as the steps; if not, adaptive steps
+    end on every output time.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Tableau:
 
 @dataclass(frozen=True)
 class RungeKutta(InterpolatingSolver):
-    """A one-step explicit method given by its tableau: a subclass needs the class attribute `tableau` alone."""
+    """Explicit one-step method given by its tableau: a subclass needs only the class attribute `tableau`."""
 
     tableau: ClassVar[Tableau]
 
@@ -85,14 +85,14 @@ class RungeKutta(InterpolatingSolver):
         return Attempt(state.of(z_out), _moved(None, h, tableau.e, k), end_slope, k)
 
     def stages(self, f: Slope, t0: Time, t1: Time, z: Tensors, first: Tensors | None = None) -> list[Tensors]:
-        """k_1, ..., k_s of the step from z over [t0, t1]; `first`: k_1, if it is known."""
+        """Return k_1, ..., k_s of the step from z over [t0, t1]. first: k_1, if it is known."""
         h, k = t1 - t0, [f(t0, z) if first is None else first]
         for c, row in zip(self.tableau.c, self.tableau.a, strict=True):
             k.append(f(t0 + c * h, _moved(z, h, row, k)))
         return k
 
     def increment(self, t0: Time, t1: Time, k: Sequence[Tensors]) -> Tensors:
-        """The change of z in a step with these stages."""
+        """Return the change of z in a step with these stages."""
         return _moved(None, t1 - t0, self.tableau.b, k)
 
     def interpolate(
@@ -110,7 +110,7 @@ class RungeKutta(InterpolatingSolver):
 
 
 def _polynomial(row: Row, theta: Time) -> Time:
-    """row[0] theta + row[1] theta^2 + ..., without powers, which are rounded in one way for floats and for tensors."""
+    """row[0] theta + row[1] theta^2 + ... without powers, so that floats and tensors are rounded in the same way."""
     total: Time = 0.0
     for c in reversed(row):
         total = (total + c) * theta

@@ -262,7 +262,7 @@ def claims(title: str, by: Groups) -> list[Claim]:
 
 
 def _side_by_side(its: Groups, method: str, kind: str) -> tuple[list[float], list[float], str]:
-    """MALI's bits, the other's, by seed, and when."""
+    """Return MALI's bits and the other method's, by seed, and the point at which they are compared, in words."""
     everyone = [*its["mali"], *its[method]]
     if kind == "iterations":
         n = min(len(one.record.metrics["validation_bits"]) for one in everyone)

@@ -95,7 +95,7 @@ def _moving(found: Sequence[Found]) -> Figure:
 
 
 def _film(found: Sequence[Found]) -> bytes:
-    """A GIF: points on their way from noise, a little rest at both ends."""
+    """Make a GIF of points that move from noise to samples, with a pause at both ends."""
     size, frames = 180, []
     paths = [points(one.record.results["on_the_way"]).reshape(N_TIMES, -1, 2) for one in found]
     ink = tuple(int(COLORS["MALI"][i : i + 2], 16) for i in (1, 3, 5))

@@ -115,7 +115,7 @@ def _draw_growth(ax: Axes, regions: Mapping[str, Any]) -> None:
 
 
 def orders_figure(record_results: Mapping[str, Any]) -> Figure:
-    """Errors against h on logarithmic axes, with their slopes: one step, a fixed time, the gradient, the way back."""
+    """Errors against h on logarithmic axes, with slopes: one step, a fixed time, the gradient, the reverse solve."""
     orders = record_results["orders"]
     with matplotlib.rc_context(CARD):
         figure = _card(6.6)
@@ -278,7 +278,7 @@ def _search_figure(found: Mapping[str, Any]) -> Figure:
 
 
 def _reverse_paths_figure(found: Mapping[str, Any]) -> Figure:
-    """Figure 2: the adjoint's way back parts from the way forward, MALI's does not."""
+    """Figure 2: the adjoint's reverse trajectory leaves the forward one, MALI's does not."""
     figure = _card(5.9)
     grid = figure.add_gridspec(2, 2, height_ratios=(1.35, 1))
     left = figure.add_subplot(grid[0, 0])

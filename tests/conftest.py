@@ -6,7 +6,15 @@ import torch
 torch.set_num_threads(1)
 
 
-LONGEST = ("test_images", "test_experiments", "test_training", "test_exact", "test_distributed", "test_cde")
+LONGEST = (
+    "test_images",
+    "test_experiments",
+    "test_training",
+    "test_exact",
+    "test_exact_scales",
+    "test_distributed",
+    "test_cde",
+)
 
 
 def pytest_collection_modifyitems(items):

@@ -1,4 +1,4 @@
-"""Where exact solves began, from their codes: the end state and the tape, and no z0.
+"""Starts of exact solves, rebuilt from their codes: from the end state and the tape, without z0.
 
 As a script it is the second process of test_exact.py: python exact_rebuild.py FILE RESULT
 """

@@ -272,7 +272,7 @@ def test_the_gradient_is_that_of_plain_autograd_up_to_float32(name, order):
 
 
 @pytest.mark.parametrize("order", [4, 6])
-def test_a_refresh_where_the_grid_becomes_coarser_is_walked_back(order):
+def test_a_refresh_where_the_grid_becomes_coarser_is_undone(order):
     """With adaptive steps of order 4 and 6 a refresh takes f from the step's error estimate."""
     y0 = torch.linspace(-1.0, 1.0, 2000).reshape(100, 20).requires_grad_()
     solver, controller = tm.ALF(order=order, refresh=1), tm.AdaptiveStep(1e-4, 1e-6)
@@ -488,7 +488,7 @@ class Attending(nn.Module):
 
 @pytest.mark.parametrize("is_trainable", [True, False], ids=["trainable", "frozen"])
 @pytest.mark.parametrize("controller", [tm.FixedStep(0.1), tm.AdaptiveStep(1e-2, 1e-3)], ids=["fixed", "adaptive"])
-def test_a_transformer_layer_is_walked_back_to_the_bit(controller, is_trainable):
+def test_a_transformer_layer_is_undone_to_the_bit(controller, is_trainable):
     module, y0 = Attending(is_trainable), torch.linspace(-1.0, 1.0, 160).sin().reshape(2, 5, 16)
     assert backward(module, y0, controller=controller).reconstruction_error == 0.0
 

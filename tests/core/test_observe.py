@@ -73,8 +73,8 @@ def test_the_adjoint_observes_within_its_tolerance(seminorm):
     assert worst(found, Case().gradients(*how, tm.ACA(), False)) < 1e-6
 
 
-def test_a_segment_that_is_walked_twice_is_observed_once():
-    """All the growth is in the last tenth: what was rebuilt there is not trusted, and walked again."""
+def test_a_segment_that_is_pulled_back_twice_is_observed_once():
+    """All the growth is in the last tenth: what was rebuilt there is not trusted, and pulled back again."""
     times = torch.linspace(0, 1, 11, dtype=torch.float64)
 
     def f(t, y):
@@ -228,7 +228,7 @@ def test_an_observer_that_draws_at_some_times_only_is_an_error():
 
 
 def test_an_adjoint_that_loses_its_way_without_outputs_is_warned_of():
-    """On a contracting problem the way back is unstable; kept outputs would lead it."""
+    """On a contracting problem the backward solve is unstable; kept outputs would lead it."""
     rate = torch.tensor(5.0, dtype=torch.float64, requires_grad=True)
     y0, t = torch.ones(1, dtype=torch.float64, requires_grad=True), torch.linspace(0, 4, 41, dtype=torch.float64)
 

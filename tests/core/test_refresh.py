@@ -94,7 +94,7 @@ CASES = [(2, 1000), (4, 100), (6, 100)]
 @pytest.mark.parametrize(("order", "n_steps"), CASES)
 @pytest.mark.parametrize("ode", CONTRACTING, ids=repr)
 def test_gradients_go_through_refreshes(ode, order, n_steps):
-    """Against plain autograd through the same steps. The way back amplifies round-off between refreshes: 1e-10 for
+    """Against plain autograd through the same steps. The backward pass amplifies round-off between refreshes: 1e-10 for
     order 2 and 1e-9 for the others, where ACA, which does not invert, is at 1e-12.
     """
     solver = tm.ALF(order=order)
@@ -120,7 +120,7 @@ LONG = [(2, 10_000), (4, 400), (4, 2000), (6, 400), (6, 2000)]
 @pytest.mark.parametrize(("order", "n_steps"), LONG)
 @pytest.mark.parametrize("ode", CONTRACTING, ids=repr)
 def test_gradients_of_long_solves_equal_those_with_kept_states(ode, order, n_steps):
-    """Where round-off grows too much on the way back (Lorenz, order 6), segments are solved again."""
+    """Where round-off grows too much in the backward pass (Lorenz, order 6), segments are solved again."""
     solver = tm.ALF(order=order)
     kept, _ = gradient(ode, n_steps, solver, tm.ACA())
     rebuilt, stats = gradient(ode, n_steps, solver, tm.MALI())
@@ -132,7 +132,7 @@ def test_gradients_of_long_solves_equal_those_with_kept_states(ode, order, n_ste
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("ode", [VAN_DER_POL, pytest.param(LORENZ, marks=pytest.mark.slow)], ids=repr)
 def test_checkpoints_spare_the_second_solve(ode):
-    """With a state kept now and then nothing drifts, and every evaluation of the way back is needed once."""
+    """With a state kept now and then nothing drifts, and every evaluation of the backward pass is needed once."""
     solver, n_steps = tm.ALF(order=6), 400
     kept, _ = gradient(ode, n_steps, solver, tm.ACA())
     rebuilt, stats = gradient(ode, n_steps, solver, tm.MALI(checkpoint_every=40))

@@ -1,7 +1,7 @@
 """Holes in "never silently wrong" that an attack on the library found, and that are closed.
 
 Others of that attack stand where they belong: random numbers in test_randomness.py, threads and hooks in
-test_threads.py, mixed scales in test_exact.py, the advice in test_audit.py.
+test_threads.py, mixed scales in test_exact_scales.py, the advice in test_audit.py.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def test_components_that_pass_through_zero_raise_no_alarm():
 
 @pytest.mark.parametrize("method", [tm.MALI(), tm.MALI(checkpoint_every=None)], ids=repr)
 def test_a_component_that_starts_at_rest_in_zero_is_judged_on_the_scale_of_its_row(method):
-    """z = v = 0 gives it no scale of its own, and the round-off of the way back is not infinite."""
+    """z = v = 0 gives it no scale of its own, and the round-off of the backward pass is not infinite."""
     y0 = torch.tensor([1.0, 0.0], dtype=torch.float64, requires_grad=True)
 
     def f(t: Tensor, y: Tensor) -> Tensor:
@@ -382,7 +382,7 @@ def test_a_cast_whose_result_is_not_used_hides_no_drift(logs):
 
 @pytest.mark.parametrize("kind", ["alone", "beside a finer term", "in half of the components"])
 def test_an_f_that_computes_in_bfloat16_is_not_solved_again_for_its_own_rounding(kind):
-    """Large enough for some state to be rounded to another bfloat16 on the way back, which is far beyond float32."""
+    """Large enough for some state to be rounded to another bfloat16 in the backward pass, which is far beyond float32."""
     net, y0 = mlp().bfloat16(), torch.randn(1024, 64, requires_grad=True)
 
     def f(t: Tensor, y: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ class ACA(ReplayGradient):
     """The exact discrete gradient with any solver, in memory of one state per step.
 
     The forward pass keeps every accepted state and no graph, the backward pass goes from one kept state to the one
-    before. Every stage of a step is evaluated once more on the way; the forward solve is not repeated.
+    before. It evaluates every stage of a step once more; it does not repeat the forward solve.
     """
 
     inverts: ClassVar[bool] = False

@@ -176,7 +176,7 @@ class _AdjointSolve:
 
 
 def _warn_of_drift(reached: Floats, start: Floats, controller: StepController) -> None:
-    """Without the outputs to begin anew from, the way back may part from the way forward for good."""
+    """Warn if the backward solve left the forward trajectory: without outputs to restart from, it may not return."""
     tolerance = max(controller.rtol) if isinstance(controller, AdaptiveStep) else 0.0
     drift = reached.deviation(start, start, 1.0).row  # tolerances are not meant for small components
     if drift > max(TELL_LIMIT, 10 * tolerance):

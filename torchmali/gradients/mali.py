@@ -31,7 +31,7 @@ class MALI(ReplayGradient):
 
     The forward pass keeps the last state and the grid; the backward pass rebuilds each earlier state with the solver's
     inverse. One evaluation of f per reflect serves for both the inverse and the vector-Jacobian product. Exact up to
-    round-off, which the way back amplifies by what f expands on the way forward.
+    round-off, which the backward pass amplifies where f contracts or expands.
 
     exact: integers in place of floats, so that every state is rebuilt to the last bit ("int64": wider ones than float32
     needs). checkpoint_every: keep every K-th state and go on from it; what drifts in between is solved

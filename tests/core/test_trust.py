@@ -382,7 +382,7 @@ def test_a_cast_whose_result_is_not_used_hides_no_drift(logs):
 
 @pytest.mark.parametrize("kind", ["alone", "beside a finer term", "in half of the components"])
 def test_an_f_that_computes_in_bfloat16_is_not_solved_again_for_its_own_rounding(kind):
-    """Large enough for some state to be rounded to another bfloat16 in the backward pass, which is far beyond float32."""
+    """Large enough for a state to be rounded to another bfloat16 in the backward pass, far beyond float32."""
     net, y0 = mlp().bfloat16(), torch.randn(1024, 64, requires_grad=True)
 
     def f(t: Tensor, y: Tensor) -> Tensor:

@@ -508,7 +508,7 @@ def test_exact_steps_wait_as_often_as_their_range_is_looked_at(controller, exact
     found, stats = waits(controller, tm.MALI(exact=exact))
     assert not stats.n_rescales  # a step that does not fit is repeated
     n = stats.n_steps + stats.n_rejected
-    looks = n + FIRST_STEP if controller.adaptive else 1 + math.ceil((n - 1) / EXACT_STEPS_PER_LOOK)
+    looks = n + FIRST_STEP if controller.adaptive else math.ceil(n / EXACT_STEPS_PER_LOOK)
     per_solve = EXACT_START + ONE_SCALE + SAME_BITS + AT_THE_END + COMPARISON
     assert found.total() == looks + per_solve, found
 

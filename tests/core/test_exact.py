@@ -59,7 +59,7 @@ def solved(name: str, solver: tm.ALF, controller: tm.StepController, wide: bool 
     arithmetic = FixedPointArithmetic(PERIOD * span / (n_steps or GUESSED_STEPS), first, wide)
     start, _ = solver.start(field.as_in_backward, ode.span[0], (y0,), arithmetic)
     assert isinstance(start, FixedPoint)
-    again = arithmetic.suited((y0,), start)
+    again, _ = arithmetic.suited((y0,), start)
     if again is not None:
         start, _ = solver.start(field.as_in_backward, ode.span[0], (y0,), again)
     assert isinstance(start, FixedPoint)

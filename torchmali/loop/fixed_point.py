@@ -68,12 +68,13 @@ class FixedPointLoop(Loop):
         self.sizes_of_v: list[float] = []  # upper limits of its integers at the last reading
         self.time = 1.0  # of PERIOD steps like the last one
         self.started: list[Seen] = []  # of the attempt at hand
+        self.begins_at_rest = False  # elements are zero at first: their scale shows when they have begun to move
 
     def first_state(self, z0: Tensors, arithmetic: Any) -> tuple[State, Tensors | None]:
         mark = self.side_effects.mark()
         state, carry = self.solver.start(self.f, self.t, z0, arithmetic)
         assert isinstance(state, FixedPoint) and isinstance(arithmetic, FixedPointArithmetic)
-        again = arithmetic.suited(z0, state)
+        again, self.begins_at_rest = arithmetic.suited(z0, state)
         if again is not None:
             self.side_effects.restore(mark)
             state, carry = self.solver.start(self.f, self.t, z0, again)
@@ -128,7 +129,7 @@ class FixedPointLoop(Loop):
         self.unread.append(attempt.state.seen)
         self.n_reflects += attempt.state.n_moves // 2
         is_due = is_careful or len(self.unread) >= PERIOD or t1 is self.job.times[-1] or plan.refreshes
-        is_due = is_due or self.t is self.job.times[0]  # elements that were zero have begun to move
+        is_due = is_due or (self.begins_at_rest and self.t is self.job.times[0])
         if not (self.is_adaptive or plan.decides or is_due):
             return ACCEPTED
         self.time = PERIOD * abs(number(t1 - self.t))

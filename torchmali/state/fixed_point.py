@@ -605,15 +605,18 @@ class FixedPointArithmetic:
         kz = self.kz or exponents_of(z, words)
         return FixedPoint(quantised(z, kz, words), (), kz, (), tuple(x.dtype for x in z), time=self.time)
 
-    def suited(self, z: Tensors, first: FixedPoint) -> FixedPointArithmetic | None:
+    def suited(self, z: Tensors, first: FixedPoint) -> tuple[FixedPointArithmetic | None, bool]:
         """An arithmetic with which to begin again, if the first state mixes scales or has leaves of zeros that move.
 
-        Of the floats: what is too small for the grid is zero on it. One host read.
+        Of the floats: what is too small for the grid is zero on it. Also returned: whether there are elements at rest in
+        zero, whose scale shows when they begin to move. One host read.
         """
         widest, n = max(first.reals, key=lambda dtype: dtype.itemsize), len(z)
         sizes = [(x.abs(), y.abs()) for x, y in zip(z, first.given, strict=True)]
         parts = [signs_of(*pair, self.time, None, first._spare(i)).to(widest) for i, pair in enumerate(sizes)]
-        signs = signs_from(torch.cat(parts).tolist(), [0.0] * n, [0.0] * n)
+        at_rest = [(torch.maximum(*pair) == 0).any().to(widest).reshape(1) for pair in sizes]
+        *values, are_at_rest = torch.cat([*parts, torch.cat(at_rest).amax(0, keepdim=True)]).tolist()
+        signs = signs_from(values, [0.0] * n, [0.0] * n)
         kz, mixed = list(first.kz), first.mixed(signs, self.time)
         for i, found in enumerate(signs):
             (_, slope), word, real = sizes[i], first.z[i].dtype, first.reals[i]
@@ -622,8 +625,8 @@ class FixedPointArithmetic:
             elif found.point == 0:
                 kz[i] = _exponent_for(found.slope * self.first, word, real)
         if not mixed and kz == list(first.kz):
-            return None
-        return FixedPointArithmetic(self.time, self.first, self.wide, tuple(kz))
+            return None, bool(are_at_rest)
+        return FixedPointArithmetic(self.time, self.first, self.wide, tuple(kz)), bool(are_at_rest)
 
 
 def exponents_of_elements(x: Tensor, others: Tensor, word: torch.dtype, finest: int) -> Tensor:

@@ -231,6 +231,23 @@ def test_the_text_of_errors_is_torchs():
     assert private.lacks_graph(error.value)
 
 
+def test_casts_of_weights_that_autocast_keeps(public: ModuleType, monkeypatch: pytest.MonkeyPatch):
+    net, y0 = nn.Linear(3, 3), torch.ones(2, 3)
+    with torch.autocast("cpu", torch.bfloat16):
+        with torch.no_grad():
+            net(y0)
+        assert net(y0).requires_grad == private.casts_have_graphs
+    assert not public.casts_have_graphs
+    found = []
+    for has in (private.casts_have_graphs, False):
+        monkeypatch.setattr("torchmali.field.environment.casts_have_graphs", has)
+        # The adjoint evaluates f in its backward pass without a graph first, and then with one.
+        with torch.autocast("cpu", torch.bfloat16):
+            y = torchmali.solve(lambda t, y: net(y).tanh(), y0, (0.0, 1.0), gradient=torchmali.Adjoint()).y
+        found.append(torch.autograd.grad(y[-1].sum(), net.weight)[0])
+    assert found[0].any() and torch.equal(*found)
+
+
 def test_changes_and_hooks_are_unknown_in_public(public: ModuleType):
     x = torch.ones(2, requires_grad=True)
     assert not private.hooks_of(x)

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from torchmali._torch import buffers_of, is_wrapped, n_changes, put_buffer
+from torchmali._torch import buffers_of, casts_have_graphs, is_wrapped, n_changes, put_buffer
 from torchmali.errors import InvalidFieldError, InvalidOptionError, NonRepeatableFieldError
 from torchmali.field.randomness import Draws, First, Redirected, Refused, Source
 
@@ -330,7 +330,8 @@ class Environment:
     def _as_cast(self) -> contextlib.AbstractContextManager:
         if not self.is_cast:
             return contextlib.nullcontext()
-        return torch.autocast(self.device.type, self.dtype, cache_enabled=self.caches)
+        caches = self.caches and (casts_have_graphs or torch.is_grad_enabled())
+        return torch.autocast(self.device.type, self.dtype, cache_enabled=caches)
 
     def _uncast(self) -> contextlib.AbstractContextManager:
         """What is not f runs in its own precision; f's casts of its weights are cached for as long as this lasts."""

@@ -27,6 +27,8 @@ CORE = Path(torchmali.__file__).parent
 SOURCES = [path for path in sorted(CORE.rglob("*.py")) if path.name != "_torch.py"]
 ALSO_OURS = {"_size"}  # of a state, whose class is not torch's
 NAMES_OF_PYTHON = {"_replace", "_make", "_fields", "_asdict", "_getframe", "_repr_html_"}
+# Names of torch's that the owners below do not show, or not in every version (torch 2.10 does not have the last one).
+NOT_LISTED = {"_is_replica", "_orig_mod", "_should_skip_dynamo"}
 OF_TORCH = [
     torch, Tensor, nn.Module(), nn, torch.UntypedStorage, torch.ops.aten.add.Tensor, torch.autograd, forward_ad,
     torch.utils, _python_dispatch.TorchDispatchMode, torch.Generator, torch._C,
@@ -58,7 +60,7 @@ def is_private(name: str) -> bool:
 
 @functools.cache
 def private_names_of_torch() -> set[str]:
-    return {name for owner in OF_TORCH for name in dir(owner) if is_private(name)} | {"_is_replica", "_orig_mod"}
+    return {name for owner in OF_TORCH for name in dir(owner) if is_private(name)} | NOT_LISTED
 
 
 @functools.cache

@@ -259,7 +259,6 @@ def test_changes_and_hooks_are_unknown_in_public(public: ModuleType):
     assert public.hooks_of(x) is public.n_changes(x) is None
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script")  # in what functionalize imports
 def test_tensors_within_torch_func(public: ModuleType):
     def look(x: Tensor) -> Tensor:
         seen.append((private.is_wrapped(x), public.is_wrapped(x)))

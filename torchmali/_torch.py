@@ -119,6 +119,14 @@ def is_of_freed_graph(error: RuntimeError) -> bool:
     return "second time" in str(error)
 
 
+# ---- Autocast
+
+# Whether the casts of weights that autocast keeps have graphs, also those made while none was recorded. Before torch
+# 2.11 they do not, and whoever uses such a cast later gets no gradient for the weight. There is no name to look for, so
+# the version decides. Public: no; weights are cast in each evaluation that records no graph.
+casts_have_graphs: bool = not PUBLIC and tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 11)
+
+
 # ---- Tensors
 
 

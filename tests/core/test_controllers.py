@@ -612,7 +612,6 @@ def test_the_grid_and_the_values_do_not_depend_on_whether_times_are_differentiat
         assert all(map(torch.equal, plain.y, traced.y))
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # torch's own, in forward mode
 @pytest.mark.parametrize("solver", [ALF(), ALF(order=4), Dopri5(), Reversible(RK4())], ids=repr)
 def test_times_can_be_differentiated_twice_and_in_forward_mode(solver):
     def end(t: Tensor) -> Tensor:

@@ -194,7 +194,6 @@ def test_a_field_may_make_its_arguments_require_gradients(gradient):
     assert not tm.solve(func, y0.clone(), T, controller=tm.FixedStep(0.2), gradient=gradient).y.requires_grad
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # torch's own, in jacfwd
 def test_forward_mode_is_refused_rather_than_zero():
     with pytest.raises(RuntimeError, match="jvp"):
         torch.func.jacfwd(lambda y0: tm.solve(lambda t, y: -y, y0, T, controller=tm.FixedStep(0.2)).y[-1])(double(3))

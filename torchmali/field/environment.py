@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from torchmali._torch import buffers_of, is_wrapped, n_changes, put_buffer
+from torchmali._torch import buffers_of, casts_have_graphs, is_wrapped, n_changes, put_buffer
 from torchmali.copies import copied
 from torchmali.errors import InvalidFieldError, InvalidOptionError, NonRepeatableFieldError
 from torchmali.field.randomness import Draws, First, Redirected, Refused, Source
@@ -328,7 +328,8 @@ class Environment:
     def _as_cast(self) -> contextlib.AbstractContextManager:
         if not self.is_cast:
             return contextlib.nullcontext()
-        return torch.autocast(self.device.type, self.dtype, cache_enabled=self.caches)
+        caches = self.caches and (casts_have_graphs or torch.is_grad_enabled())
+        return torch.autocast(self.device.type, self.dtype, cache_enabled=caches)
 
     @property
     def _is_cast_now(self) -> bool:

@@ -34,6 +34,7 @@ REMEDIES = {
     "lstm": "set the dropout of the recurrent module to 0 and use nn.Dropout between single layers",
 }
 HARMLESS = {  # tagged as random, but functions of their arguments
+    "aten::_cudnn_attention_forward_no_dropout_inplace",
     "aten::_fill_mem_eff_dropout_mask_",
     "aten::_fused_sdp_choice",
     "aten::_nested_tensor_softmax_with_shape",

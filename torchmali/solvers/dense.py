@@ -25,15 +25,15 @@ Row: TypeAlias = "tuple[float, ...]"
 HIGHEST_ORDER = 8  # beyond it the order of a method is not determined
 ZERO = 1e-9  # a smaller residual of an order condition is round-off: coefficients are given with 10 digits and more
 
-# Weights of the conditions that can only be satisfied in the sense of least squares. Each of the trees has besides its
-# own coefficient in the expansion of the error, 1 / symmetry. The numbers are the best compromise of about 200 that were
-# tried with ALF(order=4), ALF(order=6) and L14-6 on adaptive solves of twelve problems. They are no optimum of anything.
+# Weights of the conditions that can only be satisfied in the sense of least squares; those of trees have the factor
+# 1 / symmetry besides, as in the expansion of the error. The numbers are a compromise, one of about 200 that were tried
+# with ALF(order=4), ALF(order=6) and L14-6 on adaptive solves of twelve problems.
 DECAY = 0.3  # from one order to the next: the expansion is one in powers of h |f'|, which is about so large
 CHAIN = 30.0  # for trees without branches: a linear problem has no others
 PARASITE = 0.05  # for the influence of v0 - f(t0, z0)
 RIDGE = 0.3  # for the size of the weights b_j, times the error constant of the method
 
-DOPRI8_NODES = (0.29, 0.71, 0.47)  # of extra stages: of 1200 random triples, the one with the least error of order 7, 8
+DOPRI8_NODES = (0.29, 0.71, 0.47)  # of extra stages: found by a random search for small errors of orders 7 and 8
 
 
 # Rooted trees.
@@ -240,8 +240,8 @@ def runge_kutta_interpolant(a: tuple[Row, ...], b: Row, nodes: tuple[float, ...]
     nodes: None for an interpolant from the stages k_1, ..., k_s alone. Otherwise f(t1, z1) becomes one more stage,
     k_1 and f(t1, z1) are the slopes of the interpolant at the ends of the step, and each node adds a stage: f at that
     point of the interpolant of the stages before it. Such a stage is accurate enough to raise the order by one, or to
-    lower the error (Enright, Jackson, Norsett and Thomsen, ACM Trans. Math. Software 12 (1986) 193). Dopri8 gets order 5
-    without nodes, and 6 with DOPRI8_NODES.
+    lower the error (Enright, Jackson, Norsett and Thomsen, ACM Trans. Math. Software 12 (1986) 193). Dopri8 gets order
+    5 without nodes, and 6 with DOPRI8_NODES.
     """
     stages, n = Stages([(), *a]), len(b)
     p = stages.order(b)

@@ -31,6 +31,7 @@ LAYERS = [  # a module may import those named before it
     "field.evaluate",
     "solvers.cotangent",
     "solvers.base",
+    "solvers.dense",
     "solvers.leapfrog",
     "solvers.runge_kutta",
     "solvers.coupled",

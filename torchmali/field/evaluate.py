@@ -201,7 +201,11 @@ class Field:
         """The first evaluation of an f that is known to need no care."""
         self.environment.assume(behaviour.eps, behaviour.operations)
         self.needs_care, self.n_careful = False, 2
-        u = self(t, z)
+        if self.looks_for_leaves:  # with a graph, as in the first solve: some modules return other bits without one
+            with torch.enable_grad():
+                u = tuple([x.detach() for x in self(t, z)])
+        else:
+            u = self(t, z)
         self._note_first_value(u)
         return u
 

@@ -608,8 +608,8 @@ class FixedPointArithmetic:
     def suited(self, z: Tensors, first: FixedPoint) -> tuple[FixedPointArithmetic | None, bool]:
         """An arithmetic with which to begin again, if the first state mixes scales or has leaves of zeros that move.
 
-        Of the floats: what is too small for the grid is zero on it. Also returned: whether there are elements at rest in
-        zero, whose scale shows when they begin to move. One host read.
+        Of the floats: what is too small for the grid is zero on it. Also whether there are elements at rest in zero,
+        whose scale shows when they begin to move. One host read.
         """
         widest, n = max(first.reals, key=lambda dtype: dtype.itemsize), len(z)
         sizes = [(x.abs(), y.abs()) for x, y in zip(z, first.given, strict=True)]

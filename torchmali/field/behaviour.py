@@ -6,10 +6,10 @@ of a small f. Where nothing was found, later solves with the same f do not look 
 
 A behaviour is found again only for the same function object with the same parameters, modules and modes, for a state
 of the same shapes, dtypes and device, and in the same grad mode. It is remembered only for an f without buffers,
-without other tensors in closures or args, and without autocast. Something else (an attribute, a global) may make f
-behave otherwise. That is noticed by the state of the default generators, which is compared after every solve, or by
-autograd's error if f takes derivatives by y. Then the behaviour is forgotten, and the solve is made again with all
-care.
+without other tensors in closures or args, and neither under autocast nor in inference mode. Something else (an
+attribute, a global) may make f behave otherwise. That is noticed by the state of the default generators, which is
+compared after every solve, or by autograd's error if f takes derivatives by y. Then the behaviour is forgotten, and the
+solve is made again with all care.
 """
 
 from __future__ import annotations

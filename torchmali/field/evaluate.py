@@ -93,10 +93,11 @@ class Field:
         self.fingerprint: list[Tensor] | None = None  # of its first value
         self.key: Hashable = None  # under which its behaviour is remembered; None: it is not
         self.behaviour: Behaviour | None = None  # as remembered from an earlier solve
-        if remembers and not args and self.environment.is_simple:
+        # In inference mode some operations take other kernels when they are looked at.
+        if remembers and not (args or torch.is_inference_mode_enabled()) and self.environment.is_simple:
             modes = tuple([(id(m), m.training) for m in modules])
             state = tuple(self.signature), self.device, tuple([id(p) for p in theta])
-            self.key = modes, state, looks_for_leaves, torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+            self.key = modes, state, looks_for_leaves, torch.is_grad_enabled()
             self.behaviour = recall(func, self.key)
 
     @property

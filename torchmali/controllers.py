@@ -26,7 +26,7 @@ from torchmali._torch import (
 )
 from torchmali.errors import IncompatibleError, InvalidOptionError, NonFiniteError, StepLimitError, StepUnderflowError
 from torchmali.solution import short_repr
-from torchmali.solvers.base import Attempt, Slope, Solver
+from torchmali.solvers.base import Attempt, InterpolatingSolver, Slope, Solver
 from torchmali.state.base import State
 from torchmali.state.vectors import Leaves, Tensors, Time, combine, first_non_finite, number
 from torchmali.tree import Structure
@@ -131,15 +131,30 @@ class StepController(ABC):
         """Return the state of this controller for one solve."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class FixedStep(StepController):
     """Steps of size h from each output time; the last one is shortened to end on the next output time.
 
-    FixedStep(math.inf) takes one step per output interval.
+    FixedStep(math.inf) takes one step per output interval. land=False: steps of size h from the first time on, of which
+    the last one is shortened; outputs inside steps are read from the solver's interpolant.
     """
 
     h: float
+    land: bool = True
     adaptive = False
+
+    __repr__ = short_repr
+
+    def check(self, solver: Solver) -> None:
+        super().check(solver)
+        if not self.land and not isinstance(solver, InterpolatingSolver):
+            raise IncompatibleError(
+                f"FixedStep(land=False) reads outputs from the interpolant of a step, but {type(solver).__name__} has "
+                "none. Use land=True, or another solver."
+            )
+
+    def ends_on_outputs(self, solver: Solver) -> bool:
+        return self.land
 
     def __post_init__(self):
         positive = isinstance(self.h, (int, float)) and self.h > 0
@@ -147,6 +162,8 @@ class FixedStep(StepController):
             raise InvalidOptionError(f"FixedStep(h={self.h!r}): the step must be a positive number (t gives the sign).")
 
     def n_steps(self, times: list[float]) -> int:
+        if not self.land:
+            return _n_steps(abs(times[-1] - times[0]), self.h)
         return sum(_n_steps(abs(b - a), self.h) for a, b in pairwise(times))
 
     def begin(self, start: SolveStart) -> ControllerState:

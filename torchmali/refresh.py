@@ -75,12 +75,13 @@ class Refresher:
         return RefreshPlan(True, left == 0, refreshes) if left < N_VALUES else NO_REFRESH
 
     def step(
-        self, f: Slope, t0: Time, t1: Time, state: State, carry: Tensors | None, adaptive: bool
+        self, f: Slope, t0: Time, t1: Time, state: State, carry: Tensors | None, adaptive: bool, keeps_stages: bool
     ) -> tuple[Attempt, Residuals]:
         """A step of the solver, and its residuals."""
         assert isinstance(self.solver, Leapfrog)
         residuals: Residuals = []
-        return self.solver.step_with_residuals(f, t0, t1, state, carry, adaptive, residuals), residuals
+        attempt = self.solver.step_with_residuals(f, t0, t1, state, carry, adaptive, residuals, keeps_stages)
+        return attempt, residuals
 
     def alternation(self, residuals: Residuals, z: Tensors, h: float, eps: float) -> Tensor:
         """A 0-d tensor that is negative or nan if f - v alternates in some row (nan: too large to tell).

@@ -1,8 +1,8 @@
 """The record of a solve: accepted steps, refreshes, rescales and outputs, in order. Backward passes follow it.
 
-At the end of a step the order is always Step, [Rescale], [Output], [Refresh]; a Rescale may also stand before a step
-that would not fit the old scale. Events hold numbers and positions in `Tape.kept`, no tensors: the tensors travel
-through `save_for_backward` as one flat list.
+At the end of a step the order is always Step, [Rescale], [InnerOutput], [Output], [Refresh]; a Rescale may also stand
+before a step that would not fit the old scale. Events hold numbers and positions in `Tape.kept`, no tensors: these
+travel through `save_for_backward` as one flat list.
 """
 
 from __future__ import annotations
@@ -56,10 +56,16 @@ class Output(NamedTuple):
     """z became y[k]."""
 
     k: int
-    inside: Time | None  # the time, if y[k] was read from the interpolant of the last step; None: the step's end
 
 
-Event: TypeAlias = "Start | Step | Refresh | Rescale | Output"
+class InnerOutput(NamedTuple):
+    """y[first], ..., y[end - 1] were read from the interpolant of the last step."""
+
+    first: int
+    end: int
+
+
+Event: TypeAlias = "Start | Step | Refresh | Rescale | Output | InnerOutput"
 
 
 @dataclass
@@ -90,7 +96,7 @@ class Tape:
             self._thin_out()
 
     def record_output(self, k: int) -> None:
-        self.events.append(Output(k, None))
+        self.events.append(Output(k))
 
     def keep(self, snapshot: Snapshot) -> int:
         """Keep a snapshot and return its position."""
@@ -123,7 +129,7 @@ def rewind(
     kept: Sequence[Snapshot],
     state: State,
     undo_step: Callable[[Step, Any], Any],
-    on_output: Callable[[Output, Any], None] | None = None,
+    on_output: Callable[[Output | InnerOutput, Any], None] | None = None,
 ) -> Any:
     """Follow events from the last to the first, beginning with the state after them; return the state before them.
 
@@ -132,7 +138,7 @@ def rewind(
     for event in reversed(events):
         if isinstance(event, Step):
             state = undo_step(event, state)
-        elif isinstance(event, Output):
+        elif isinstance(event, (Output, InnerOutput)):
             if on_output is not None:
                 on_output(event, state)
         elif isinstance(event, Rescale):

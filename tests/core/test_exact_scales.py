@@ -218,7 +218,9 @@ def mixed_solve(layout: str, dtype: torch.dtype, method: tm.GradientMethod, solv
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("controller", [tm.FixedStep(0.02), tm.AdaptiveStep(1e-4, 1e-7)], ids=["fixed", "adaptive"])
+@pytest.mark.parametrize(
+    "controller", [tm.FixedStep(0.02), tm.AdaptiveStep(1e-4, 1e-7, land=True)], ids=["fixed", "adaptive"]
+)
 def test_a_leaf_that_mixes_scales_is_followed_as_floats_do(layout, dtype, controller):
     """In units of each component's own scale, against finer arithmetic on the same steps where there is one."""
     solver = tm.ALF(order=4)

@@ -291,7 +291,7 @@ def test_steps_too_short_to_move_the_time_end_at_the_step_limit():
 
 
 def test_many_output_times_do_not_use_up_the_step_limit():
-    controller = tm.AdaptiveStep(1e-2, 1e-3, max_steps=50)
+    controller = tm.AdaptiveStep(1e-2, 1e-3, max_steps=50, land=True)
     solution = tm.solve(lambda t, y: -y, torch.ones(1).double(), torch.linspace(0, 1, 201), controller=controller)
     assert solution.stats.n_steps >= 200
 

@@ -175,12 +175,17 @@ def density(tree: Tree) -> int:
     return size(tree) * math.prod(map(density, tree))
 
 
+def n_slopes(solver: RungeKutta) -> int:
+    """The stages, the end slope, and what the interpolant needs beside them."""
+    return solver.tableau.n_stages + 1 + len(solver.interpolant.extra)
+
+
 def matrix(solver: RungeKutta) -> Tensor:
-    """The tableau's a with the end slope as the last stage; what comes after it is zero."""
-    tableau = solver.tableau
-    n = tableau.n_stages + 1
+    """The tableau's a with the end slope and the interpolant's own stages as the last ones."""
+    tableau, n = solver.tableau, n_slopes(solver)
     a = torch.zeros(n, n, dtype=torch.float64)
-    for i, row in enumerate([*tableau.a, tableau.b], start=1):
+    extra = [list(enumerate(stage.row)) for stage in solver.interpolant.extra]
+    for i, row in enumerate([*tableau.a, tableau.b, *extra], start=1):
         for j, weight in row:
             a[i, j] = weight
     return a
@@ -195,8 +200,8 @@ def weights(row: list[tuple[int, float]], n_stages: int) -> Tensor:
 
 def interpolant(solver: RungeKutta, theta: float) -> Tensor:
     """Weights of z(t0 + theta h)."""
-    dense = torch.zeros(solver.tableau.n_stages + 1, dtype=torch.float64)
-    for j, row in solver.tableau.dense:
+    dense = torch.zeros(n_slopes(solver), dtype=torch.float64)
+    for j, row in enumerate(solver.interpolant.rows):
         dense[j] = sum(c * theta ** (power + 1) for power, c in enumerate(row))
     return dense
 
@@ -226,7 +231,7 @@ def test_there_are_as_many_rooted_trees_as_the_books_say():
 
 @pytest.mark.parametrize("solver", TABLEAUX, ids=repr)
 def test_weights_satisfy_all_conditions_of_their_order_and_no_more(solver):
-    b = weights(solver.tableau.b, solver.tableau.n_stages + 1)
+    b = weights(solver.tableau.b, n_slopes(solver))
     assert b.sum().item() == pytest.approx(1, abs=1e-14)
     for n_nodes in range(1, solver.order + 1):
         assert condition_defect(solver, b, n_nodes) < HOLDS
@@ -236,7 +241,7 @@ def test_weights_satisfy_all_conditions_of_their_order_and_no_more(solver):
 @pytest.mark.parametrize("solver", ESTIMATING, ids=repr)
 def test_error_estimate_is_of_the_order_that_the_controller_is_told(solver):
     """b - e is a method of order error_order - 1: the estimate is its local error."""
-    n_stages = solver.tableau.n_stages + 1
+    n_stages = n_slopes(solver)
     e = weights(solver.tableau.e, n_stages)
     assert e.sum().item() == pytest.approx(0, abs=1e-14)
     embedded = weights(solver.tableau.b, n_stages) - e
@@ -252,28 +257,33 @@ def test_only_solvers_with_error_weights_give_an_error_order(solver):
 
 @pytest.mark.parametrize("solver", TABLEAUX, ids=repr)
 def test_interpolant_joins_the_two_ends_of_the_step(solver):
-    b = weights(solver.tableau.b, solver.tableau.n_stages + 1)
+    b = weights(solver.tableau.b, n_slopes(solver))
     assert torch.equal(interpolant(solver, 0.0), torch.zeros_like(b))
-    torch.testing.assert_close(interpolant(solver, 1.0), b, rtol=0, atol=1e-13)
+    torch.testing.assert_close(interpolant(solver, 1.0), b, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("theta", [0.2, 0.5, 0.9])
 @pytest.mark.parametrize("solver", INTERPOLATING, ids=repr)
 def test_interpolant_is_as_accurate_as_the_solution(solver, theta):
-    """Conditions up to order p - 1 make its error O(h^p), that of the solution after many steps."""
-    for n_nodes in range(1, max(solver.order, 2)):
-        assert condition_defect(solver, interpolant(solver, theta), n_nodes, theta) < HOLDS
+    """Conditions up to order p - 1 make its error O(h^p), that of the solution after many steps. Dopri8 has 6."""
+    order = solver.interpolant.order
+    assert order >= (6 if isinstance(solver, Dopri8) else max(solver.order - 1, 1))
+    holds = 1e-10 if isinstance(solver, Dopri8) else HOLDS  # its coefficients reach 2,000
+    for n_nodes in range(1, order + 1):
+        assert condition_defect(solver, interpolant(solver, theta), n_nodes, theta) < holds
 
 
-@pytest.mark.parametrize("solver, local_order", [(HeunEuler(), 3), (Bosh3(), 4), (Dopri5(), 5), (Tsit5(), 5)])
+@pytest.mark.parametrize(
+    "solver, local_order", [(HeunEuler(), 3), (Bosh3(), 4), (Dopri5(), 5), (Tsit5(), 5), (ALF(), 3)]
+)
 def test_interpolated_values_inside_a_step_converge_with_the_interpolants_order(solver, local_order):
     f, t0, errors = on_leaves(LOGISTIC), 0.0, []
     for h in (2**-3, 2**-4, 2**-5):
         start, carry = solver.start(f, t0, (LOGISTIC.y0,), Floats)
-        attempt = solver.step(f, t0, t0 + h, start, carry, adaptive=True)
+        attempt = solver.step_with_stages(f, t0, t0 + h, start, carry, adaptive=True)
         times = [t0 + theta * h for theta in (0.2, 0.5, 0.9)]
-        ys, _ = solver.interpolate(f, t0, t0 + h, start, attempt, times)
-        errors.append(max(torch.dist(y[0], LOGISTIC.at(t)).item() for y, t in zip(ys, times, strict=True)))
+        (y,), _ = solver.interpolate(f, t0, t0 + h, start, attempt, times)
+        errors.append(max(torch.dist(y[i], LOGISTIC.at(t)).item() for i, t in enumerate(times)))
     assert slopes(errors) == pytest.approx([local_order] * 2, abs=0.2)
 
 
@@ -283,6 +293,9 @@ def test_interpolant_leaves_the_end_slope_for_the_next_step(solver):
     start, carry = solver.start(f, 0.0, (MLP.y0,), Floats)
     attempt = solver.step(f, 0.0, t1, start, carry, adaptive=solver.error_order is not None)
     _, carry = solver.interpolate(f, 0.0, t1, start, attempt, [0.1])
+    if carry is None:  # there is no slope at the end among its stages
+        assert isinstance(solver, HeunEuler)
+        return
     assert torch.equal(carry[0], f(t1, attempt.state.point)[0])
 
 

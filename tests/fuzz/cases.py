@@ -211,7 +211,8 @@ def _completed(spec: Spec, rng: Random) -> Spec:
         controller = "FixedStep(inf)"
     else:
         n = rng.choice([1, 2, 3, 5]) if costly else rng.choice([1, 2, 4, 8, 15, 25, 40, 80])
-        controller = f"FixedStep({span / n * rng.choice([1.0, 1.0, 0.93]):.6g})"
+        is_free = solver.interpolates and rng.random() < 0.25
+        controller = f"FixedStep({span / n * rng.choice([1.0, 1.0, 0.93]):.6g}{', land=False' if is_free else ''})"
     is_alf, damped = spec.solver.startswith("ALF"), "eta" in spec.solver
     if isinstance(solver, tm.ReversibleSolver):
         choices = MALIS + (EXACT * 2 if is_alf and not damped else [])

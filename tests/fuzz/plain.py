@@ -51,7 +51,7 @@ def runge_kutta_step(f: F, t0: Any, t1: Any, z: Leaves, name: str) -> Leaves:
 
 def knows(solver: tm.Solver, controller: tm.StepController, n_refreshes: int) -> bool:
     """Whether `solve` below takes the steps of this solver and controller."""
-    if not isinstance(controller, tm.FixedStep):
+    if not isinstance(controller, tm.FixedStep) or not controller.land:
         return False
     if isinstance(solver, tm.ALF):
         return solver.order == 2 and (solver.refresh_policy != "auto" or n_refreshes == 0)

@@ -13,7 +13,6 @@ import math
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 from typing import Any, ClassVar, NamedTuple
 
@@ -32,13 +31,14 @@ from torchmali.gradients.base import (
     through_function,
 )
 from torchmali.outputs.base import Outputs
-from torchmali.solvers.base import AugmentedSolver, InnerOutput, Solver, StepBack
+from torchmali.solvers.base import AugmentedSolver, Solver, StepBack
 from torchmali.solvers.cotangent import Cotangent, accumulate
+from torchmali.solvers.interpolation import InnerOutputs
 from torchmali.state.base import Deviation, RewindableState, Snapshot, State
 from torchmali.state.fixed_point import FixedPoint
 from torchmali.state.floats import Floats
 from torchmali.state.vectors import Tensors, rows
-from torchmali.tape import Event, Output, Refresh, Start, Step, Tape, rewind
+from torchmali.tape import Event, InnerOutput, Output, Refresh, Start, Step, Tape, rewind
 
 
 class Limits(NamedTuple):
@@ -158,6 +158,19 @@ class OutputCotangents:
         a.add_to_time(k, pulled.t)
         return pulled.z
 
+    def inner(self, output: InnerOutput, a: Cotangent) -> InnerOutputs:
+        """Outputs inside a step; what they have beside dL/dy goes into `a`."""
+        first, times = output.first, self.times[output.first : output.end]
+
+        def pull(i: int, j: int, y: Tensors) -> Sequence[Tensor | None]:
+            pulled = self.outputs.pull_inner(first + i, times[i:j], y, self.grads)
+            accumulate(a.observer, pulled.theta)
+            for k, g_t in enumerate(pulled.t or (), first + i):
+                a.add_to_time(k, g_t)
+            return pulled.z
+
+        return InnerOutputs(first, times, not self.outputs.keeps_states, pull)
+
 
 @dataclass
 class BackwardPass:
@@ -262,22 +275,22 @@ class BackwardPass:
         compares: the caller compares that state with the kept one.
         """
         f, solver, cotangents = self.f, self.solver, self.cotangents
-        inside: list[InnerOutput] = []
+        inside: list[InnerOutputs] = []
 
         def undo_step(step: Step, state: RewindableState) -> State:
             before = None
             # On integers the start is rebuilt to the bit, so that a kept one has nothing to add.
             if step.before is not None and not isinstance(state, FixedPoint):
                 before = state.rebuilt_with(kept[step.before])
-            back = solver.pullback(f, StepBack(step.t0, step.t1, before, inside, compares), state, a)
+            inner = inside.pop() if inside else None
+            back = solver.pullback(f, StepBack(step.t0, step.t1, before, inner, compares), state, a)
             if f.wants_t:
-                a.finish_step(step.k0, step.k1, [output.k for output in inside])
-            inside.clear()
+                a.finish_step(step.k0, step.k1, 0 if inner is None else inner.first)
             return back
 
-        def on_output(output: Output, state: RewindableState) -> None:
-            if output.inside is not None:
-                inside.append(InnerOutput(output.k, output.inside, partial(cotangents.pull, output.k, a=a)))
+        def on_output(output: Output | InnerOutput, state: RewindableState) -> None:
+            if isinstance(output, InnerOutput):
+                inside.append(cotangents.inner(output, a))
                 return
             z = () if cotangents.outputs.keeps_states else state.point
             accumulate(a.z, cotangents.pull(output.k, z, a))

@@ -18,7 +18,7 @@ from torchmali.errors import InvalidOptionError, NonFiniteError
 from torchmali.outputs.base import AcceptedStep, Outputs
 from torchmali.refresh import Refresher, RefreshPlan
 from torchmali.solution import Stats
-from torchmali.solvers.base import Attempt, Slope, Solver
+from torchmali.solvers.base import Attempt, InterpolatingSolver, Slope, Solver
 from torchmali.solvers.leapfrog import Residuals
 from torchmali.state.base import RewindableState, State
 from torchmali.state.traced import Traced
@@ -161,9 +161,14 @@ class Loop(ABC):
             )
 
     def attempt(self, t1: Time, plan: RefreshPlan, state: State) -> tuple[Attempt, Residuals]:
+        how = self.f, self.t, t1, state, self.carry, self.is_adaptive
+        looks_inside = self.outputs.looks_inside(self.t, t1)
         if plan.collects:
-            return self.refresher.step(self.f, self.t, t1, state, self.carry, self.is_adaptive)
-        return self.solver.step(self.f, self.t, t1, state, self.carry, self.is_adaptive), []
+            return self.refresher.step(*how, looks_inside)
+        if looks_inside:
+            assert isinstance(self.solver, InterpolatingSolver)
+            return self.solver.step_with_stages(*how), []
+        return self.solver.step(*how), []
 
     def measure(self, t1: Time, attempt: Attempt, residuals: Residuals, plan: RefreshPlan) -> Measured:
         ratio = alternation = None

@@ -274,8 +274,8 @@ class FixedPointLoop(Loop):
         self.state, self.unread = self.saved.state, []
         self.tape.restore(self.saved.tape)
         self.side_effects.restore(self.saved.side_effects)
-        if attempt.stages and not self.saved.side_effects:
-            self.carry = attempt.stages[0]  # f(t, z) is known by now
+        if attempt.start is not None and not self.saved.side_effects:
+            self.carry = attempt.start
         # A repetition with careful moves must not forget that h was too long.
         self.saved = self.saved._replace(control=copied(self.control), carry=self.carry)
 

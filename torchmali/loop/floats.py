@@ -41,5 +41,5 @@ class FloatLoop(Loop):
 
     def _reject(self, attempt: Attempt, mark: Any) -> None:
         self.side_effects.restore(mark)
-        if attempt.stages and not mark:  # else the evaluation that gave stages[0] has just been undone
-            self.carry = attempt.stages[0]
+        if attempt.start is not None and not mark:  # else the evaluation that gave it has just been undone
+            self.carry = attempt.start

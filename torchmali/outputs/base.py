@@ -10,30 +10,35 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from torchmali.field.evaluate import Field
 from torchmali.solvers.base import Attempt, InterpolatingSolver, Slope, Solver
+from torchmali.solvers.cotangent import accumulate
+from torchmali.solvers.interpolation import chunks, interpolated
 from torchmali.state.base import State
 from torchmali.state.vectors import Tensors, Time
-from torchmali.tape import Output
+from torchmali.tape import InnerOutput, Output
 
 
 class AcceptedStep:
     """A step that was accepted, from `before` at t0 to `end` at t1."""
 
-    __slots__ = ("attempt", "before", "carry", "end", "f", "solver", "t0", "t1")
+    __slots__ = ("_stages", "attempt", "before", "carry", "end", "f", "solver", "t0", "t1")
 
     def __init__(self, f: Slope, solver: Solver, t0: Time, t1: Time, before: State, attempt: Attempt, end: State):
         self.f, self.solver, self.t0, self.t1 = f, solver, t0, t1
         self.before, self.attempt, self.end = before, attempt, end
         self.carry = attempt.carry  # f(t1, z1), if it is known
+        self._stages: Sequence[Tensors] = ()
 
-    def at(self, times: Sequence[Time]) -> list[Tensors]:
-        """z at times inside the step, from the solver's interpolant."""
+    def at(self, times: Sequence[Time]) -> Tensors:
+        """z at times inside the step, from the solver's interpolant, in leaves of shape (len(times), ...)."""
         assert isinstance(self.solver, InterpolatingSolver)
-        ys, self.carry = self.solver.interpolate(self.f, self.t0, self.t1, self.before, self.attempt, times)
-        return ys
+        if not self._stages:
+            self._stages, self.carry = self.solver.inner_stages(self.f, self.t0, self.t1, self.before, self.attempt)
+        return interpolated(self.solver.interpolant, self.before.point, self.t0, self.t1, times, self._stages)
 
 
 class Pulled(NamedTuple):
@@ -42,6 +47,14 @@ class Pulled(NamedTuple):
     z: Sequence[Tensor | None]  # dL/dy
     theta: Sequence[Tensor | None] = ()  # dL/d(parameters of the outputs themselves)
     t: Tensor | None = None  # dL/dt, for the t that `record` was given
+
+
+class InnerPulled(NamedTuple):
+    """Cotangents of outputs inside a step, made from dL/dresults."""
+
+    z: Sequence[Tensor | None]  # dL/dy, in leaves of shape (outputs, ...)
+    theta: Sequence[Tensor | None] = ()  # dL/d(parameters of the outputs themselves)
+    t: Sequence[Tensor] | None = None  # dL/dt, for the times that `record` was given
 
 
 class Outputs(ABC):
@@ -75,6 +88,22 @@ class Outputs(ABC):
 
         If `keeps_states`, z may be empty.
         """
+
+    def record_inner(self, first: int, times: Sequence[Time], z: Tensors) -> None:
+        """Take in y[first], y[first + 1], ... at these times, from leaves of shape (len(times), ...)."""
+        for i, t in enumerate(times):
+            self.record(first + i, t, tuple([leaf[i] for leaf in z]))
+
+    def pull_inner(self, first: int, times: Sequence[Time], z: Tensors, grads: Sequence[Tensor | None]) -> InnerPulled:
+        """`pull` for y[first], y[first + 1], ... at these times, in leaves of shape (len(times), ...)."""
+        found = [
+            self.pull(first + i, times[i], tuple([leaf[i] for leaf in z]), grads) for i in reversed(range(len(times)))
+        ]
+        theta: list[Tensor | None] = [None] * max((len(pulled.theta) for pulled in found), default=0)
+        for pulled in found:
+            accumulate(theta, pulled.theta)
+        dt = None if found[0].t is None else [x for pulled in reversed(found) if (x := pulled.t) is not None]
+        return InnerPulled([_stacked(parts) for parts in zip(*(x.z for x in reversed(found)), strict=True)], theta, dt)
 
     def solution(self, results: Tensors) -> tuple[Tensors, Tensor | None]:
         """What `Solution` holds: the leaves of y, and what was observed."""
@@ -126,28 +155,35 @@ class Outputs(ABC):
         """Whether `accept` need not see a step to t1. An output that looks at every step returns False."""
         return self.stops and t1 is not self.times[self.stop]
 
-    def accept(self, step: AcceptedStep) -> list[Output]:
+    def looks_inside(self, t: Time, t1: Time) -> bool:
+        """Whether there are outputs inside a step from t to t1."""
+        if self.stops or self.waiting >= self.stop:
+            return False
+        next_time = self.times[self.waiting]
+        return bool(next_time <= t1 if t < t1 else next_time >= t1)
+
+    def accept(self, step: AcceptedStep) -> list[Output | InnerOutput]:
         """Record the outputs inside the step and at its end; return them for the tape."""
         stop = self.stop
         found = [] if self.stops else self._inside(stop, step)
         if step.t1 is self.times[stop]:
-            found.append(Output(stop, None))
+            found.append(Output(stop))
             self.record(stop, self.times[stop], step.end.point)
             self.waiting = self.stop = stop + 1
         return found
 
-    def _inside(self, stop: int, step: AcceptedStep) -> list[Output]:
+    def _inside(self, stop: int, step: AcceptedStep) -> list[Output | InnerOutput]:
         times, first, forward = self.times, self.waiting, self.times[-1] > self.times[0]
         end = first
         while end < stop and (times[end] <= step.t1 if forward else times[end] >= step.t1):
             end += 1
         if end == first:
             return []
-        inside = range(first, end)
-        for k, y in zip(inside, step.at([times[k] for k in inside]), strict=True):
-            self.record(k, times[k], y)
+        for i, j in chunks(end - first):
+            inside = times[first + i : first + j]
+            self.record_inner(first + i, inside, step.at(inside))
         self.waiting = end
-        return [Output(k, times[k]) for k in inside]
+        return [InnerOutput(first, end)]
 
     def mark(self) -> Any:
         """How far the outputs have come, for `restore`."""
@@ -156,6 +192,14 @@ class Outputs(ABC):
     def restore(self, mark: Any) -> None:
         self.waiting, self.stop, contents = mark
         self.restore_contents(contents)
+
+
+def _stacked(parts: Sequence[Tensor | None]) -> Tensor | None:
+    """Tensors as one, with zeros in gaps; None if there are none."""
+    like = next((x for x in parts if x is not None), None)
+    if like is None:
+        return None
+    return torch.stack([torch.zeros_like(like) if x is None else x for x in parts])
 
 
 class NoOutputs(Outputs):

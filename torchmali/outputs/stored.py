@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torchmali.outputs.base import Outputs, Pulled
+from torchmali.outputs.base import InnerPulled, Outputs, Pulled
 from torchmali.state.vectors import Tensors, Time
 
 
@@ -29,6 +29,16 @@ class StoredOutputs(Outputs):
         self.y = self.y or tuple(_empty_stack(self.n, leaf) for leaf in z)
         for whole, part in zip(self.y, z, strict=True):
             whole[k] = part
+
+    def record_inner(self, first: int, times: Sequence[Time], z: Tensors) -> None:
+        if self.is_traced:
+            self.traced += zip(*(leaf.unbind() for leaf in z), strict=True)
+            return
+        for whole, part in zip(self.y, z, strict=True):
+            whole[first : first + len(times)] = part
+
+    def pull_inner(self, first: int, times: Sequence[Time], z: Tensors, grads: Sequence[Tensor | None]) -> InnerPulled:
+        return InnerPulled([None if g is None else g[first : first + len(times)] for g in grads])
 
     def results(self) -> Tensors:
         return tuple(torch.stack(leaf) for leaf in zip(*self.traced, strict=True)) if self.is_traced else self.y

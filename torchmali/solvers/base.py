@@ -15,6 +15,8 @@ from torch import Tensor
 
 from torchmali.field.evaluate import Field
 from torchmali.solvers.cotangent import Cotangent, followed
+from torchmali.solvers.dense import Interpolant
+from torchmali.solvers.interpolation import InnerCotangents, InnerOutputs, interpolated, pull_inner
 from torchmali.state.base import State
 from torchmali.state.traced import Traced
 from torchmali.state.vectors import Tensors, Time
@@ -29,14 +31,7 @@ class Attempt(NamedTuple):
     error: Tensors | None = None  # estimated error of z, if the controller asked for it
     carry: Tensors | None = None  # f at the end of the step, if it is known: the next step begins with it
     stages: Sequence[Tensors] = ()  # slopes from which an interpolant is made
-
-
-class InnerOutput(NamedTuple):
-    """An output that was read from the interpolant of a step."""
-
-    k: int
-    t: Any
-    pull: Callable[[Tensors], Sequence[Tensor | None]]  # from y to dL/dy
+    start: Tensors | None = None  # f at the start of the step, if the step evaluated it
 
 
 class StepBack(NamedTuple):
@@ -45,7 +40,7 @@ class StepBack(NamedTuple):
     t0: Any
     t1: Any
     before: State | None  # the state at t0, if the tape kept it
-    inside: Sequence[InnerOutput]
+    inside: InnerOutputs | None  # outputs that were read from the interpolant of the step
     compares: bool  # the caller will compare the returned state with `before`
 
 
@@ -95,11 +90,29 @@ class Solver(ABC):
 class InterpolatingSolver(Solver):
     """A solver with a continuous extension of its steps."""
 
+    @property
     @abstractmethod
+    def interpolant(self) -> Interpolant:
+        """The weights of the stages inside a step. Its `order` is that of the extension."""
+
+    def step_with_stages(
+        self, f: Slope, t0: Time, t1: Time, state: State, carry: Tensors | None, adaptive: bool
+    ) -> Attempt:
+        """`step`, whose Attempt has the stages that `inner_stages` needs. Here: every step has them."""
+        return self.step(f, t0, t1, state, carry, adaptive)
+
+    def inner_stages(
+        self, f: Slope, t0: Time, t1: Time, state: State, attempt: Attempt
+    ) -> tuple[Sequence[Tensors], Tensors | None]:
+        """The slopes to which the interpolant gives weights, and the carry for the next step."""
+        return attempt.stages, attempt.carry
+
     def interpolate(
         self, f: Slope, t0: Time, t1: Time, state: State, attempt: Attempt, times: Sequence[Time]
-    ) -> tuple[list[Tensors], Tensors | None]:
-        """z at times inside the step from `state` to `attempt`, and the carry for the next step."""
+    ) -> tuple[Tensors, Tensors | None]:
+        """z at times inside the step from `state` to `attempt`, in leaves of shape (len(times), ...), and the carry."""
+        stages, carry = self.inner_stages(f, t0, t1, state, attempt)
+        return interpolated(self.interpolant, state.point, t0, t1, times, stages), carry
 
 
 class ReversibleSolver(Solver):
@@ -138,20 +151,23 @@ class AugmentedSolver(ReversibleSolver):
 def pull_local_step(solver: Solver, f: Field, step: StepBack, before: State, state: State, a: Cotangent) -> State:
     """`Solver.pullback` by autograd: the step is made once more from `before`, with a graph."""
     z, v = (tuple(x.detach().requires_grad_() for x in leaves) for leaves in (before.point, before.slope))
-    t0, t1, times = step.t0, step.t1, [output.t for output in step.inside]
-    if f.wants_t:
-        t0, t1, *times = followed((t0, t1, *times), z)
-    n_evals, local = f.n_evals, Traced(z, v)
-    attempt = solver.step(f, t0, t1, local, None, adaptive=False)
+    t0, t1 = followed((step.t0, step.t1), z) if f.wants_t else (step.t0, step.t1)
+    n_evals, local, inner = f.n_evals, Traced(z, v), None
+    if step.inside is None:
+        attempt = solver.step(f, t0, t1, local, None, adaptive=False)
+    else:
+        assert isinstance(solver, InterpolatingSolver)
+        attempt = solver.step_with_stages(f, t0, t1, local, None, adaptive=False)
     results: list[Tensor] = [*attempt.state.point, *attempt.state.slope]
     grads: list[Tensor | None] = [*a.z, *a.v]
-    if step.inside:
-        assert isinstance(solver, InterpolatingSolver)
-        ys, _ = solver.interpolate(f, t0, t1, local, attempt, times)
-        for y, output in zip(ys, step.inside, strict=True):
-            results += y
-            grads += output.pull(y)
-    moving: list = [t0, t1, *times] if f.wants_t else []
+    if step.inside is not None and isinstance(solver, InterpolatingSolver):
+        stages, _ = solver.inner_stages(f, t0, t1, local, attempt)
+        point, *values = (tuple([x.detach() for x in leaves]) for leaves in (z, *stages))
+        inner = pull_inner(solver.interpolant, point, step.t0, step.t1, values, step.inside, f.wants_t)
+        for stage, of_stage in zip(stages, inner.stages, strict=True):
+            results += stage if of_stage is not None else ()
+            grads += of_stage or ()
+    moving: list = [t0, t1] if f.wants_t else []
     g: list = f.vjp(results, [*z, *v, *f.theta, *moving], grads, f.n_evals - n_evals)
     n, m = len(z) + len(v), len(z) + len(v) + len(f.theta)
     # A gradient may be the very tensor of `a` (if f does not depend on z), so that `a` must not be cleared before.
@@ -159,12 +175,21 @@ def pull_local_step(solver: Solver, f: Field, step: StepBack, before: State, sta
         total.zero_() if new is None else total.copy_(new)
     a.add_to_theta(g[n:m])
     if f.wants_t:
-        dt0, dt1, *inside = (0.0 if x is None else x for x in g[m:])
-        a.add_to_times(dt0, dt1, inside)
+        dt0, dt1 = (0.0 if x is None else x for x in g[m:])
+        a.add_to_times(dt0, dt1)
+    if inner is not None:
+        add_inner(a, inner)
     if not step.compares:
         return before
     end = attempt.state.of(tuple(x.detach() for x in attempt.state.point))
     return shifted_start(before, state, end.with_slope(tuple(x.detach() for x in attempt.state.slope)))
+
+
+def add_inner(a: Cotangent, inner: InnerCotangents) -> None:
+    """Add what outputs inside a step contribute at its start, beside their shares in the stages."""
+    for total, g in zip(a.z, inner.z, strict=True):
+        total += g
+    a.add_to_times(inner.t0, inner.t1, inner.times)
 
 
 def shifted_start(before: State, reached: State, led: State) -> State:

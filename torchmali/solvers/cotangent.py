@@ -55,11 +55,14 @@ class Cotangent:
         self._t0, self._t1 = self._t0 + dt0, self._t1 + dt1
         self._inside = inside or self._inside
 
-    def finish_step(self, k0: int, k1: int, inside: Sequence[int]) -> None:
-        """Hand the step's dL/dt on to the output times with which its ends move, and begin the next step."""
+    def finish_step(self, k0: int, k1: int, first: int) -> None:
+        """Hand the step's dL/dt on to the output times with which its ends move, and begin the next step.
+
+        first: the first output inside the step.
+        """
         self.add_to_time(k0, self._t0)
         self.add_to_time(k1, self._t1)
-        for k, dt in zip(inside, self._inside, strict=True):
+        for k, dt in enumerate(self._inside, first):
             self.add_to_time(k, dt)
         self._t0, self._t1, self._inside = 0.0, 0.0, ()
 

@@ -15,6 +15,7 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import zip_longest
 from typing import NamedTuple, TypeAlias
 
 from torchmali.state.vectors import Time, number
@@ -124,6 +125,20 @@ class Stages:
         while n < HIGHEST_ORDER and self.error(b, n + 1) < ZERO:
             n += 1
         return n
+
+    def order_inside(self, rows: Sequence[Row]) -> int:
+        """The order of z0 + h sum_j b_j(theta) k_j inside a step, where rows holds the coefficients of the b_j."""
+        n = 0
+        while n < HIGHEST_ORDER and all(self._holds(rows, tree) for tree in rooted_trees(n + 1)):
+            n += 1
+        return n
+
+    def _holds(self, rows: Sequence[Row], tree: Tree) -> bool:
+        """Whether the order condition of a tree holds for all theta."""
+        powers = [_dot(column, self.elementary_weights(tree)) for column in zip(*rows, strict=True)]
+        wanted = [0.0] * max(len(powers), order_of(tree))
+        wanted[order_of(tree) - 1] = 1 / density(tree)
+        return all(abs(x - y) < ZERO for x, y in zip_longest(powers, wanted, fillvalue=0.0))
 
 
 class LeapfrogStages(NamedTuple):

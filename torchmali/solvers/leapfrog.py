@@ -18,12 +18,24 @@ from dataclasses import dataclass, field
 from itertools import accumulate as running_sums
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 from torchmali._torch import foreach_zero_
 from torchmali.errors import InvalidOptionError
 from torchmali.field.evaluate import Field, Recorded
 from torchmali.solution import short_repr
-from torchmali.solvers.base import Attempt, AugmentedSolver, Slope, StepBack, shifted_start
+from torchmali.solvers.base import (
+    Attempt,
+    AugmentedSolver,
+    InterpolatingSolver,
+    Slope,
+    StepBack,
+    add_inner,
+    shifted_start,
+)
 from torchmali.solvers.cotangent import Cotangent, accumulate
+from torchmali.solvers.dense import Interpolant, leapfrog_interpolant
+from torchmali.solvers.interpolation import InnerCotangents, pull_inner
 from torchmali.state.base import State
 from torchmali.state.traced import Traced
 from torchmali.state.vectors import Tensors, Time, add_, added, combine, dot, scale_
@@ -79,7 +91,7 @@ COEFFICIENTS = {
 
 
 @dataclass(frozen=True, repr=False)
-class Leapfrog(AugmentedSolver):
+class Leapfrog(AugmentedSolver, InterpolatingSolver):
     """A reversible solver from a symmetric list of drift coefficients that sums to 1.
 
     A step takes one evaluation of f between two neighbours of the list, and one more with AdaptiveStep, for the error
@@ -156,6 +168,14 @@ class Leapfrog(AugmentedSolver):
         """Whether each move adds a function of one half of the state to the other: it can be undone to the bit."""
         return self.eta == 1
 
+    @property
+    def interpolates(self) -> bool:
+        return True
+
+    @property
+    def interpolant(self) -> Interpolant:
+        return leapfrog_interpolant(self.coefficients, self.eta)
+
     def scale_of_v(self, span: float) -> float:
         return abs(span)
 
@@ -178,6 +198,11 @@ class Leapfrog(AugmentedSolver):
     def step(self, f: Slope, t0: Time, t1: Time, state: State, carry: Tensors | None, adaptive: bool) -> Attempt:
         return self.step_with_residuals(f, t0, t1, state, carry, adaptive, None)
 
+    def step_with_stages(
+        self, f: Slope, t0: Time, t1: Time, state: State, carry: Tensors | None, adaptive: bool
+    ) -> Attempt:
+        return self.step_with_residuals(f, t0, t1, state, carry, adaptive, None, keeps_stages=True)
+
     def step_with_residuals(
         self,
         f: Slope,
@@ -187,24 +212,31 @@ class Leapfrog(AugmentedSolver):
         carry: Tensors | None,
         adaptive: bool,
         residuals: Residuals | None,
+        keeps_stages: bool = False,
     ) -> Attempt:
-        """`step`, which appends f - v of some reflects to `residuals`."""
+        """`step`, which appends f - v of some reflects to `residuals`.
+
+        keeps_stages: the Attempt has v at the start and f at all reflects, for the interpolant.
+        """
         h, eta, (first, rest, observed) = t1 - t0, self.eta, self.scheme
-        v_in = state.slope if adaptive else ()
+        v_in = state.slope if adaptive or keeps_stages else ()
+        stages = [v_in] if keeps_stages else []
         state = state.fork().drift(first * h)
         for j, (node, c) in enumerate(rest):
             u = f(t0 + node * h, state.point)
+            if keeps_stages:
+                stages.append(state.apart(u))
             if residuals is not None and j in observed:
                 residuals.append(added(u, state.slope, -1.0))
             state = state.reflect(u, eta).drift(c * h)
         if not adaptive:
-            return Attempt(state)
+            return Attempt(state, stages=stages)
         if len(rest) == 1:
             # ALF minus Euler with v_in: eta h (u1 - v_in). From v, as u1 may be a view of the z that has moved on.
-            return Attempt(state, combine(None, (h / 2, -h / 2), (state.slope, v_in)))
+            return Attempt(state, combine(None, (h / 2, -h / 2), (state.slope, v_in)), stages=stages)
         # h (w_out - w_in), w = v - f(t, z). w_in is zero at the start and after a refresh.
         end, f_in = f(t1, state.point), v_in if carry is None else carry
-        return Attempt(state, combine(None, (h, -h, -h, h), (state.slope, end, v_in, f_in)), end)
+        return Attempt(state, combine(None, (h, -h, -h, h), (state.slope, end, v_in, f_in)), end, stages)
 
     def inverse(self, f: Slope, t0: Time, t1: Time, state: State) -> State:
         h, (first, rest, _) = t1 - t0, self.scheme
@@ -215,22 +247,41 @@ class Leapfrog(AugmentedSolver):
         return state.drift(-first * h)
 
     def pullback(self, f: Field, step: StepBack, state: State, a: Cotangent) -> State:
-        if step.before is None:
-            return self._pull_from_end(f, step, state, a)
-        return self._pull_from_start(f, step, step.before, state, a)
+        if step.before is not None:
+            return self._pull_from_start(f, step, step.before, state, a)
+        if step.inside is not None and (step.inside.needs_states or f.wants_t):
+            return self._pull_with_stages(f, step, state, a)
+        return self._pull_from_end(f, step, state, a)
 
     def _pull_from_end(self, f: Field, step: StepBack, state: State, a: Cotangent) -> State:
         # One evaluation per reflect serves twice: u1 gives v back, and its graph the VJP.
         t0, h, (first, rest, _) = step.t0, step.t1 - step.t0, self.scheme
-        for node, c in reversed(rest):
+        inner = self._pull_inner(f, step, state.point, ())
+        for j in range(len(rest), 0, -1):
+            node, c = rest[j - 1]
             _pull_drift(c, h, state.slope if f.wants_t else (), a)
             state = state.drift(-c * h)
             recorded = f.record(t0 + node * h, state.point)
-            self._pull_reflect(node, recorded, a)
+            self._pull_reflect(node, recorded, a, inner and inner.stages[j])
             state = state.unreflect(recorded.u, self.eta)
             del recorded  # or it would still be there at the next evaluation
         _pull_drift(first, h, state.slope if f.wants_t else (), a)
+        _pull_start_of_inner(a, inner)
         return state.drift(-first * h)
+
+    def _pull_with_stages(self, f: Field, step: StepBack, state: State, a: Cotangent) -> State:
+        """Outputs inside the step are needed for their own cotangents: all stages are rebuilt before the first VJP."""
+        t0, h, (first, rest, _) = step.t0, step.t1 - step.t0, self.scheme
+        passed, slope = [], state.slope
+        for node, c in reversed(rest):
+            state = state.fork().drift(-c * h)  # a copy: a graph needs the z that it was recorded at
+            recorded = f.record(t0 + node * h, state.point)
+            state = state.unreflect(recorded.u, self.eta)
+            passed.append(Passed(node, c, recorded, state.slope))
+            state = state.fork()
+        state = state.drift(-first * h)
+        self._pull_passed(f, step, passed[::-1], slope, state.point, a)
+        return state
 
     def _pull_from_start(self, f: Field, step: StepBack, before: State, state: State, a: Cotangent) -> State:
         """The step is made once more from its kept start: nothing is inverted that f may have contracted."""
@@ -239,25 +290,59 @@ class Leapfrog(AugmentedSolver):
         now, passed = Traced(before.point, before.slope).drift(first * h), []
         for node, c in rest:
             recorded = f.record(t0 + node * h, now.point)
-            passed.append((node, c, recorded, now.slope))
+            passed.append(Passed(node, c, recorded, now.slope))
             now = now.reflect(recorded.u, self.eta).drift(c * h)
             del recorded
-        slope = now.slope
+        self._pull_passed(f, step, passed, now.slope, before.point, a)
+        return shifted_start(before, state, now) if step.compares else before
+
+    def _pull_passed(
+        self, f: Field, step: StepBack, passed: list[Passed], slope: Tensors, z: Tensors, a: Cotangent
+    ) -> None:
+        """Pull `a` back over reflects that have been recorded. slope: v at the end of the step. z: at its start."""
+        h = step.t1 - step.t0
+        inner = self._pull_inner(f, step, z, [passed[0].slope, *(x.recorded.u for x in passed)])
         while passed:
             node, c, recorded, v = passed.pop()
             _pull_drift(c, h, slope if f.wants_t else (), a)
-            self._pull_reflect(node, recorded, a)
+            self._pull_reflect(node, recorded, a, inner and inner.stages[len(passed) + 1])
             slope = v
-        _pull_drift(first, h, slope if f.wants_t else (), a)
-        return shifted_start(before, state, now) if step.compares else before
+        _pull_drift(self.scheme.first, h, slope if f.wants_t else (), a)
+        _pull_start_of_inner(a, inner)
 
-    def _pull_reflect(self, node: float, recorded: Recorded, a: Cotangent) -> None:
+    def _pull_inner(self, f: Field, step: StepBack, z: Tensors, stages: Sequence[Tensors]) -> InnerCotangents | None:
+        if step.inside is None:
+            return None
+        return pull_inner(self.interpolant, z, step.t0, step.t1, stages, step.inside, f.wants_t)
+
+    def _pull_reflect(
+        self, node: float, recorded: Recorded, a: Cotangent, of_stage: list[Tensor] | None = None
+    ) -> None:
+        """of_stage: dL/du of outputs inside the step."""
         eta = self.eta
-        g, g_t = recorded.pull(a.v)
+        g, g_t = recorded.pull(a.v if of_stage is None else added(a.v, of_stage, 1 / (2 * eta)))
         accumulate(a.sums, g, 2 * eta)
         scale_(a.v, 1 - 2 * eta)
         if g_t is not None:
             a.add_to_times(2 * eta * (1 - node) * g_t, 2 * eta * node * g_t)
+
+
+class Passed(NamedTuple):
+    """A reflect that was recorded, waiting for its VJP."""
+
+    node: float
+    c: float  # coefficient of the drift after it
+    recorded: Recorded
+    slope: Tensors  # v before it
+
+
+def _pull_start_of_inner(a: Cotangent, inner: InnerCotangents | None) -> None:
+    """Add the shares that outputs inside a step have in z and v at its start."""
+    if inner is None:
+        return
+    add_inner(a, inner)
+    if inner.stages[0] is not None:
+        add_(a.v, inner.stages[0], 1.0)
 
 
 def _pull_drift(c: float, h: float, v: Tensors, a: Cotangent) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from torchmali.solvers.base import Attempt, InterpolatingSolver, Slope
+from torchmali.solvers.dense import DOPRI8_NODES, HEUN_EULER, Interpolant, Stages, runge_kutta_interpolant
 from torchmali.state.base import State
 from torchmali.state.vectors import Tensors, Time, combine
 
@@ -24,13 +26,19 @@ def _hermite(b: Row) -> tuple[Row, ...]:
     return tuple(map(tuple, rows))
 
 
+class ExtraNodes(NamedTuple):
+    """An interpolant from the end slope and from one further stage at each of these nodes."""
+
+    nodes: tuple[float, ...]
+
+
 class Tableau:
     """Coefficients of an explicit method. The slope at the end, f(t1, z1), counts as one more stage after the last.
 
     a: one row for each stage after the first. e: weights of the error estimate; if the estimate uses the end slope, the
-    method is FSAL. dense: for each stage (and the end slope) coefficients of theta, theta^2, ... of the interpolant;
-    None means cubic Hermite. interpolates: whether this interpolant is as accurate as the steps; if not, adaptive steps
-    end on every output time.
+    method is FSAL. dense: for each stage (and the end slope) coefficients of theta, theta^2, ... of the interpolant, or
+    an Interpolant, or ExtraNodes; None means cubic Hermite. interpolates: whether this interpolant is as accurate as
+    the steps; if not, adaptive steps end on every output time.
     """
 
     def __init__(
@@ -39,7 +47,7 @@ class Tableau:
         a: Sequence[Row],
         b: Row,
         e: Row = (),
-        dense: Sequence[Row] | None = None,
+        dense: Sequence[Row] | Interpolant | ExtraNodes | None = None,
         interpolates: bool = True,
     ):
         self.order, self.interpolates = order, interpolates
@@ -49,7 +57,19 @@ class Tableau:
         self.e = _sparse(e)
         self.n_stages = len(b)
         self.fsal = len(e) > len(b)
-        self.dense = [(j, row) for j, row in enumerate(dense or _hermite(b)) if any(row)]
+        self._coefficients = tuple(a), b, dense
+
+    @functools.cached_property
+    def interpolant(self) -> Interpolant:
+        """The interpolant, made when it is first needed."""
+        a, b, dense = self._coefficients
+        if isinstance(dense, Interpolant):
+            return dense
+        if isinstance(dense, ExtraNodes):
+            return runge_kutta_interpolant(a, b, dense.nodes)
+        rows = _hermite(b) if dense is None else tuple(tuple(row) for row in dense)
+        stages = Stages([(), *a, *([b] if len(rows) > len(b) else [])])
+        return Interpolant(stages.order_inside(rows), rows)
 
 
 @dataclass(frozen=True)
@@ -78,11 +98,11 @@ class RungeKutta(InterpolatingSolver):
         k = self.stages(f, t0, t1, z, carry)
         z_out = _moved(z, h, tableau.b, k)
         if not adaptive:
-            return Attempt(state.of(z_out), stages=k)
+            return Attempt(state.of(z_out), stages=k, start=k[0])
         end_slope = f(t1, z_out) if tableau.fsal else None
         if end_slope is not None:
             k.append(end_slope)
-        return Attempt(state.of(z_out), _moved(None, h, tableau.e, k), end_slope, k)
+        return Attempt(state.of(z_out), _moved(None, h, tableau.e, k), end_slope, k, k[0])
 
     def stages(self, f: Slope, t0: Time, t1: Time, z: Tensors, first: Tensors | None = None) -> list[Tensors]:
         """Return k_1, ..., k_s of the step from z over [t0, t1]. first: k_1, if it is known."""
@@ -95,26 +115,21 @@ class RungeKutta(InterpolatingSolver):
         """Return the change of z in a step with these stages."""
         return _moved(None, t1 - t0, self.tableau.b, k)
 
-    def interpolate(
-        self, f: Slope, t0: Time, t1: Time, state: State, attempt: Attempt, times: Sequence[Time]
-    ) -> tuple[list[Tensors], Tensors | None]:
-        h, k = t1 - t0, list(attempt.stages)
-        if len(k) == self.tableau.n_stages:
+    @property
+    def interpolant(self) -> Interpolant:
+        return self.tableau.interpolant
+
+    def inner_stages(
+        self, f: Slope, t0: Time, t1: Time, state: State, attempt: Attempt
+    ) -> tuple[Sequence[Tensors], Tensors | None]:
+        h, k, table, n = t1 - t0, list(attempt.stages), self.interpolant, self.tableau.n_stages
+        uses_end = len(table.rows) - len(table.extra) > n
+        if uses_end and len(k) == n:
             k.append(f(t1, attempt.state.point))
-        outputs = []
-        for t in times:
-            theta = (t - t0) / h
-            weights = [(j, _polynomial(row, theta)) for j, row in self.tableau.dense]
-            outputs.append(_moved(state.point, h, weights, k))
-        return outputs, k[-1]
-
-
-def _polynomial(row: Row, theta: Time) -> Time:
-    """row[0] theta + row[1] theta^2 + ... without powers, so that floats and tensors are rounded in the same way."""
-    total: Time = 0.0
-    for c in reversed(row):
-        total = (total + c) * theta
-    return total
+        carry = k[n] if uses_end else attempt.carry
+        for node, row in table.extra:
+            k.append(f(t0 + node * h, _moved(state.point, h, _sparse(row), k)))
+        return k[: len(table.rows)], carry
 
 
 def _moved(z: Tensors | None, h: Time, row: Sequence[tuple[int, Time]], k: Sequence[Tensors]) -> Tensors:
@@ -160,7 +175,7 @@ class RK4ThreeEighths(RungeKutta):
 class HeunEuler(RungeKutta):
     """Heun-Euler 2(1): the paper's RK12."""
 
-    tableau = Tableau(2, [(1.0,)], (1 / 2, 1 / 2), e=(-1 / 2, 1 / 2))
+    tableau = Tableau(2, [(1.0,)], (1 / 2, 1 / 2), e=(-1 / 2, 1 / 2), dense=HEUN_EULER)
 
 
 class Bosh3(RungeKutta):
@@ -241,7 +256,7 @@ _DOPRI8_B7 = (13451932 / 455176623, 0, 0, 0, 0, -808719846 / 976000145, 17570044
 class Dopri8(RungeKutta):
     """Prince-Dormand 8(7) with 13 stages (1981).
 
-    It has no interpolant of its own order, so its steps land on the output times.
+    Its interpolant has order 6 and takes four evaluations more in steps that have outputs inside.
     """
 
     tableau = Tableau(
@@ -271,6 +286,6 @@ class Dopri8(RungeKutta):
         ],
         _DOPRI8_B,
         e=tuple(x - y for x, y in zip(_DOPRI8_B, _DOPRI8_B7, strict=True)),
-        interpolates=False,
+        dense=ExtraNodes(DOPRI8_NODES),
     )
 # fmt: on

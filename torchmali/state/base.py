@@ -46,6 +46,10 @@ class State(ABC):
     def reflect(self: S, u: Tensors, eta: float) -> S:
         """v <- v + 2 eta (u - v)"""
 
+    def apart(self, u: Tensors) -> Tensors:
+        """u, in memory that later moves leave alone: f may return a view of z. Here: moves are out of place."""
+        return u
+
     def unreflect(self: S, u: Tensors, eta: float) -> S:
         """v <- (v - 2 eta u) / (1 - 2 eta), which is a reflect with another eta."""
         return self.reflect(u, eta / (2 * eta - 1))

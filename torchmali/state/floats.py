@@ -57,6 +57,9 @@ class Floats(RewindableState):
             self.slope, self.owns_slope = tuple(foreach_lerp(self.slope, u, 2 * eta)), True
         return self
 
+    def apart(self, u: Tensors) -> Tensors:
+        return tuple([x.clone() for x in u])
+
     @classmethod
     def restore(cls, kept: Snapshot) -> Floats:
         return cls(kept.tensors[: kept.form], kept.tensors[kept.form :])

@@ -49,17 +49,32 @@ def simpler(spec: Spec) -> Iterator[Spec]:
         yield from (replace(spec, controller=f"FixedStep({span / n:.6g})") for n in (4, 20))
         yield replace(spec, controller=",".join(spec.controller.split(",")[:2]).rstrip(")") + ")")
     elif spec.controller != "FixedStep(inf)":
-        h = float(spec.controller.removeprefix("FixedStep(").rstrip(")"))
+        h, _ = _size_and_rest(spec.controller)
         yield replace(spec, controller="FixedStep(inf)")
-        yield from (replace(spec, controller=f"FixedStep({c:.6g})") for c in (1.0, 0.5, 8 * h, 2 * h) if h < c < span)
+        yield replace(spec, controller=_fixed_step(h, ""))
+        yield from (replace(spec, controller=_with_size(spec, c)) for c in (1.0, 0.5, 8 * h, 2 * h) if h < c < span)
+
+
+def _size_and_rest(controller: str) -> tuple[float, str]:
+    """Return h and the other options of "FixedStep(h, ...)"."""
+    h, *rest = controller.removeprefix("FixedStep(").rstrip(")").split(", ")
+    return float(h), ", ".join(rest)
+
+
+def _fixed_step(h: float, rest: str) -> str:
+    return f"FixedStep({h:.6g}, {rest})" if rest else f"FixedStep({h:.6g})"
+
+
+def _with_size(spec: Spec, h: float) -> str:
+    return _fixed_step(h, _size_and_rest(spec.controller)[1])
 
 
 def _scaled(controller: str, old: tuple[float, ...], new: tuple[float, ...]) -> str:
     """Return a controller with the same number of fixed steps on another span."""
     if not controller.startswith("FixedStep(") or controller == "FixedStep(inf)":
         return controller
-    h = float(controller.removeprefix("FixedStep(").rstrip(")"))
-    return f"FixedStep({h * abs((new[-1] - new[0]) / (old[-1] - old[0])):.6g})"
+    h, rest = _size_and_rest(controller)
+    return _fixed_step(h * abs((new[-1] - new[0]) / (old[-1] - old[0])), rest)
 
 
 def candidates_of(spec: Spec) -> Iterator[Spec]:

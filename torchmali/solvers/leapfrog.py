@@ -272,13 +272,12 @@ class Leapfrog(AugmentedSolver, InterpolatingSolver):
     def _pull_with_stages(self, f: Field, step: StepBack, state: State, a: Cotangent) -> State:
         """Outputs inside the step are needed for their own cotangents: all stages are rebuilt before the first VJP."""
         t0, h, (first, rest, _) = step.t0, step.t1 - step.t0, self.scheme
-        passed, slope = [], state.slope
+        passed, slope = [], state.apart(state.slope)
         for node, c in reversed(rest):
-            state = state.fork().drift(-c * h)  # a copy: a graph needs the z that it was recorded at
-            recorded = f.record(t0 + node * h, state.point)
+            state = state.drift(-c * h)
+            recorded = f.record(t0 + node * h, state.apart(state.point))  # a graph needs the z that it was recorded at
             state = state.unreflect(recorded.u, self.eta)
-            passed.append(Passed(node, c, recorded, state.slope))
-            state = state.fork()
+            passed.append(Passed(node, c, recorded, state.apart(state.slope)))
         state = state.drift(-first * h)
         self._pull_passed(f, step, passed[::-1], slope, state.point, a)
         return state

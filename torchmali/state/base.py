@@ -46,9 +46,9 @@ class State(ABC):
     def reflect(self: S, u: Tensors, eta: float) -> S:
         """v <- v + 2 eta (u - v)"""
 
-    def apart(self, u: Tensors) -> Tensors:
-        """u, in memory that later moves leave alone: f may return a view of z. Here: moves are out of place."""
-        return u
+    def apart(self, x: Tensors) -> Tensors:
+        """x, which may be z, v or a view of them, in memory that later moves leave alone. Here: all do."""
+        return x
 
     def unreflect(self: S, u: Tensors, eta: float) -> S:
         """v <- (v - 2 eta u) / (1 - 2 eta), which is a reflect with another eta."""

@@ -57,8 +57,8 @@ class Floats(RewindableState):
             self.slope, self.owns_slope = tuple(foreach_lerp(self.slope, u, 2 * eta)), True
         return self
 
-    def apart(self, u: Tensors) -> Tensors:
-        return tuple([x.clone() for x in u])
+    def apart(self, x: Tensors) -> Tensors:
+        return tuple([leaf.clone() for leaf in x])
 
     @classmethod
     def restore(cls, kept: Snapshot) -> Floats:

@@ -41,6 +41,7 @@ LAYERS = [  # a module may import those named before it
     "outputs.base",
     "outputs.stored",
     "outputs.observed",
+    "outputs.per_sample",
     "loop.base",
     "loop.floats",
     "loop.fixed_point",

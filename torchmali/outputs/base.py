@@ -33,12 +33,16 @@ class AcceptedStep:
         self.carry = attempt.carry  # f(t1, z1), if it is known
         self._stages: Sequence[Tensors] = ()
 
-    def at(self, times: Sequence[Time]) -> Tensors:
-        """z at times inside the step, from the solver's interpolant, in leaves of shape (len(times), ...)."""
+    def at(self, times: Sequence[Time], samples: Tensor | None = None) -> Tensors:
+        """z at times inside the step, from the solver's interpolant, in leaves of shape (len(times), ...).
+
+        samples: for each time the one sample of the batch that is wanted.
+        """
         assert isinstance(self.solver, InterpolatingSolver)
         if not self._stages:
             self._stages, self.carry = self.solver.inner_stages(self.f, self.t0, self.t1, self.before, self.attempt)
-        return interpolated(self.solver.interpolant, self.before.point, self.t0, self.t1, times, self._stages)
+        point = self.before.point
+        return interpolated(self.solver.interpolant, point, self.t0, self.t1, times, self._stages, samples)
 
 
 class Pulled(NamedTuple):
@@ -88,6 +92,13 @@ class Outputs(ABC):
 
         If `keeps_states`, z may be empty.
         """
+
+    def samples_of(self, first: int, end: int) -> Tensor | None:
+        """The sample of the batch to which each of the outputs from `first` to end - 1 belongs; None: they are of all.
+
+        If there is one, `record_inner` and `pull_inner` deal with these samples alone.
+        """
+        return None
 
     def record_inner(self, first: int, times: Sequence[Time], z: Tensors) -> None:
         """Take in y[first], y[first + 1], ... at these times, from leaves of shape (len(times), ...)."""
@@ -181,7 +192,7 @@ class Outputs(ABC):
             return []
         for i, j in chunks(end - first):
             inside = times[first + i : first + j]
-            self.record_inner(first + i, inside, step.at(inside))
+            self.record_inner(first + i, inside, step.at(inside, self.samples_of(first + i, first + j)))
         self.waiting = end
         return [InnerOutput(first, end)]
 

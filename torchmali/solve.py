@@ -29,10 +29,11 @@ from torchmali.gradients.base import GradientMethod, Problem, has_tangent
 from torchmali.gradients.mali import MALI
 from torchmali.gradients.naive import Naive
 from torchmali.outputs.base import Outputs
+from torchmali.outputs.dense import DenseOutputs
 from torchmali.outputs.observed import ObservedOutputs, Observer
 from torchmali.outputs.stored import StoredOutputs
 from torchmali.solution import Solution
-from torchmali.solvers.base import Solver
+from torchmali.solvers.base import InterpolatingSolver, Solver
 from torchmali.solvers.leapfrog import ALF
 from torchmali.state.vectors import Tensors
 from torchmali.tree import Structure
@@ -68,6 +69,7 @@ def solve(
     observe: Callable | None = None,
     outputs: Outputs | None = None,
     return_code: bool = False,
+    dense: bool = False,
     generator: Generator | None = None,
     randomness: str = "same",
 ) -> Solution:
@@ -94,6 +96,13 @@ def solve(
     place of `observe`.
 
     return_code: also return the integer end state, `code`, from which `solve_back(func, code)` gets y0 to the last bit.
+
+    dense: the solution can be called, `solution(t)`, for y at any time between t[0] and t[-1], from the interpolant of
+    the step that holds it, and `solution(t, derivative=True)` for dy/dt. The steps are those of a solve without it;
+    Dopri8 takes four evaluations more in each, a method whose interpolant needs the slope at the end one more in all.
+    Memory: for every step one state and all stages to which the interpolant gives a weight (2 for ALF, 6 for Dopri5),
+    and what the gradient method keeps besides. Gradients of solution(t) flow wherever those of y do, and to the t that
+    it is given, with gradient=ACA() and Naive(). Other methods give values only, where no gradient is wanted.
     """
     for name, value, base in (
         ("solver", solver, Solver),
@@ -106,6 +115,7 @@ def solve(
                 "controller=FixedStep(0.1), gradient=MALI(). (Names as strings are understood by odeint.)"
             )
     _check_outputs(outputs, observe)
+    _check_dense(dense, solver, outputs, observe)
     gradient.check(solver, controller)
     if return_code and not gradient.on_integers:
         raise IncompatibleError(
@@ -133,12 +143,12 @@ def solve(
             raise InvalidFieldError(
                 "f has parameters without a shape yet, of a lazy module: call f once, with y0, before the first solve."
             )
-    if outputs is None:
-        outputs = StoredOutputs(len(times)) if observer is None else ObservedOutputs(observer, len(times))
-    else:
-        outputs = outputs.again()  # the given object stays as it is
     wants_t = t_out.requires_grad or has_tangent(t_out)
+    if dense and isinstance(solver, InterpolatingSolver):
+        outputs = DenseOutputs(len(times), len(z0), solver.interpolant, wants_t)
+    outputs = _fresh_outputs(outputs, observer, len(times))
     problem = Problem(field, z0, times, t_out if wants_t else None, solver, controller, outputs, return_code)
+    _check_gradient_of_dense(dense, problem, gradient)
     try:
         results, stats, done = gradient.solve(problem)
     except Exception as error:
@@ -149,7 +159,39 @@ def solve(
         results, stats, done = gradient.solve(replace(problem, field=make_field(), outputs=outputs))
     y, observed = outputs.solution(results)
     code = Code.of(done.state, done.tape, solver, structure, args) if return_code else None
-    return Solution(t_out, structure.rebuild(y), stats, observed, code)
+    return Solution(t_out, structure.rebuild(y), stats, observed, code, outputs.trajectory(results, structure, t_out))
+
+
+def _fresh_outputs(outputs: Outputs | None, observer: Observer | None, n: int) -> Outputs:
+    if outputs is not None:
+        return outputs.again()  # the given object stays as it is
+    return StoredOutputs(n) if observer is None else ObservedOutputs(observer, n)
+
+
+def _check_dense(dense: bool, solver: Solver, outputs: Any, observe: Any) -> None:
+    if not dense:
+        return
+    if not isinstance(solver, InterpolatingSolver):
+        raise IncompatibleError(
+            f"dense=True needs a solver with an interpolant of its steps, but {solver} has none. Use ALF() or a "
+            "Runge-Kutta solver such as Dopri5(), or give all times in t=."
+        )
+    if outputs is not None or observe is not None:
+        name = "observe" if outputs is None else "outputs"
+        raise InvalidOptionError(
+            f"dense=True keeps every step, {name}=... something else in place of y: give one of the two. (A dense "
+            "solution can be called at any time after the solve.)"
+        )
+
+
+def _check_gradient_of_dense(dense: bool, problem: Problem, gradient: GradientMethod) -> None:
+    reason = gradient.obstacle_to_dense
+    if dense and reason is not None and problem.wants_gradient:
+        raise IncompatibleError(
+            f"dense=True keeps the stages of every step, which {gradient} does not differentiate: {reason}. In place "
+            "of solution(t), give the times in t=, or a function of (t, y) as observe=. Or use gradient=ACA(), in "
+            "memory of all steps; or torch.no_grad() around the solve, if no gradient is wanted."
+        )
 
 
 def _check_outputs(outputs: Any, observe: Any) -> None:

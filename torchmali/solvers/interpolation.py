@@ -16,23 +16,39 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from torchmali.solvers.cotangent import accumulate
 from torchmali.solvers.dense import Interpolant
 from torchmali.state.vectors import Tensors, Time
 
 CHUNK = 16  # outputs that are handled at once: their memory does not grow with the number of outputs in a step
 
 
+class RecordedStages(NamedTuple):
+    """Cotangents of what a dense solution holds of a step (outputs/dense.py)."""
+
+    z: Sequence[Tensor | None]  # dL/dz0
+    stages: Sequence[Sequence[Tensor | None]]  # dL/dk_j of the stages with a weight
+    t0: float = 0.0
+    t1: float = 0.0
+
+
+def _no_cotangents(i: int, j: int, y: Tensors) -> Sequence[Tensor | None]:
+    return ()
+
+
 class InnerOutputs(NamedTuple):
     """Outputs y[first], y[first + 1], ... that were read from the interpolant of a step, as a backward pass meets them.
 
     pull(i, j, y): dL/dy of the outputs from the i-th to the one before the j-th, leaves of shape (j - i, ...), where y
-    holds these outputs in the same way. needs_states: whether `pull` needs y; else y may be empty.
+    holds these outputs in the same way. needs_states: whether `pull` needs y; else y may be empty. recorded: cotangents
+    of z and of the stages themselves, which may be there beside such outputs, or alone.
     """
 
-    first: int
-    times: Sequence[Any]
-    needs_states: bool
-    pull: Callable[[int, int, Tensors], Sequence[Tensor | None]]
+    first: int = 0
+    times: Sequence[Any] = ()
+    needs_states: bool = False
+    pull: Callable[[int, int, Tensors], Sequence[Tensor | None]] = _no_cotangents
+    recorded: RecordedStages | None = None
 
 
 class InnerCotangents(NamedTuple):
@@ -78,13 +94,13 @@ def interpolated(
     outputs = []
     for i, leaf in enumerate(z):
         y = leaf.unsqueeze(0)
-        for factor, j in zip(_like(w, leaf), used, strict=True):
+        for factor, j in zip(factors(w, leaf), used, strict=True):
             y = torch.addcmul(y, factor, stages[j][i].unsqueeze(0))
         outputs.append(y)
     return tuple(outputs)
 
 
-def _like(w: Tensor, leaf: Tensor) -> Tensor:
+def factors(w: Tensor, leaf: Tensor) -> Tensor:
     """Weights of shape (stages, n) as factors of a leaf."""
     return w.to(leaf.device, leaf.dtype).reshape(*w.shape, *[1] * leaf.ndim)
 
@@ -107,6 +123,9 @@ def pull_inner(
     dt0: Time = 0.0
     dt1: Time = 0.0
     dt: list[Time] = []
+    if inner.recorded is not None:
+        sums.add_recorded(inner.recorded)
+        dt0, dt1 = inner.recorded.t0, inner.recorded.t1
     for i, j in chunks(len(inner.times)):
         times = inner.times[i:j]
         with torch.no_grad():
@@ -141,10 +160,18 @@ class _Sums:
             if g is None:
                 continue
             self.z[i] += g.sum(0)
-            for factor, j in zip(_like(w, self.z[i]), self.used, strict=True):
+            for factor, j in zip(factors(w, self.z[i]), self.used, strict=True):
                 stage = self.stages[j]
                 assert stage is not None
                 stage[i] += (factor * g).sum(0)
+
+    def add_recorded(self, recorded: RecordedStages) -> None:
+        """Add the cotangents of z and of the stages themselves."""
+        accumulate(self.z, recorded.z)
+        for j, g in zip(self.used, recorded.stages, strict=True):
+            stage = self.stages[j]
+            assert stage is not None
+            accumulate(stage, g)
 
     def along(self, a: Sequence[Tensor | None], theta: Tensor, stages: Sequence[Tensors]) -> tuple[Tensor, Tensor]:
         """D and M of each output."""

@@ -138,7 +138,7 @@ class Trajectory:
         theta, rows = (times - t0) / (t1 - t0), [self.interpolant.rows[j] for j in self.interpolant.used]
         w = weights_of_slopes(rows, theta) if derivative else (t1 - t0) * weights(rows, theta)
         leaves = [self._leaf(i, steps, w, derivative) for i in range(len(self.z))]
-        return self.structure.rebuild([leaf.reshape(*t.shape, *leaf.shape[1:]) for leaf in leaves])
+        return self.structure.rebuild([leaf.reshape(t.shape + leaf.shape[1:]) for leaf in leaves])
 
     def _leaf(self, i: int, steps: Tensor, w: Tensor, derivative: bool) -> Tensor:
         """Leaf i, in shape (times, ...). The stages are summed one after the other: only one is gathered at a time."""

@@ -78,7 +78,7 @@ class DenseOutputs(StoredOutputs):
     def _times(self) -> Tensor:
         """The grid in float64 on the host."""
         if not any(isinstance(t, Tensor) for t in self.grid):
-            return torch.tensor(self.grid, dtype=torch.float64)
+            return torch.tensor(self.grid, dtype=torch.float64, device="cpu")
         return torch.stack([torch.as_tensor(t, dtype=torch.float64, device="cpu") for t in self.grid])
 
     def solution(self, results: Tensors) -> tuple[Tensors, Tensor | None]:
@@ -170,11 +170,12 @@ class Trajectory:
 
 def _checked_times(t: Any) -> tuple[Tensor, float]:
     """The times as a tensor, and the relative precision in which they were given."""
-    if isinstance(t, (list, tuple)) and any(isinstance(x, Tensor) for x in t):
-        t = torch.stack([torch.as_tensor(x) for x in t])
     if isinstance(t, Tensor):
         return t, _eps(t)
     try:
+        if isinstance(t, (list, tuple)) and any(isinstance(x, Tensor) for x in t):
+            eps = max(_eps(x) for x in t if isinstance(x, Tensor))
+            return torch.stack([torch.as_tensor(x, dtype=torch.float64, device="cpu") for x in t]), eps
         return torch.as_tensor(t, dtype=torch.float64), 0.0
     except (TypeError, ValueError, RuntimeError):
         raise InvalidTimesError(f"solution(t={t!r}): give a number, or a tensor of times.") from None

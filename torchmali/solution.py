@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from torchmali.errors import IncompatibleError
 from torchmali.tree import Structure
 
 TELL_LIMIT = 1e-3  # a gradient wrong by more than about this is warned about
@@ -52,6 +53,21 @@ class Solution(NamedTuple):
     stats: Stats
     observed: Any = None  # the sum of what `observe` returned; y is then at t[-1:] only
     code: Any = None  # with return_code=True: a Code
+    dense: Any = None  # with dense=True: the solution as a function of time
+
+    def __call__(self, t: Any, derivative: bool = False) -> Any:
+        """Return y at any time between t[0] and t[-1] (dense=True), differentiable.
+
+        t: a number or a tensor of any shape; a leaf of the result has shape (*t.shape, *leaf.shape). derivative: return
+        dy/dt of the interpolant; where two steps meet, it is that of the step which begins there. t may require a
+        gradient. The host reads it, so that a tensor on a device is waited for.
+        """
+        if self.dense is None:
+            raise IncompatibleError(
+                "This solution holds y at its times t alone. For y at other times, give these in t=, or use "
+                "solve(..., dense=True)."
+            )
+        return self.dense(t, derivative)
 
     def __repr__(self) -> str:
         """Shapes instead of values: Solution(y: (3, 128, 2), 3 times from 0 to 1, 20 steps)."""
@@ -60,6 +76,7 @@ class Solution(NamedTuple):
         parts = [f"y: {_shapes(self.y)}", f"{n} times{ends}", f"{self.stats.n_steps} steps"]
         for name, value in (("observed", self.observed), ("code", self.code)):
             parts += [] if value is None else [f"{name}: {_shapes(value)}"]
+        parts += [] if self.dense is None else ["dense"]
         return f"Solution({', '.join(parts)})"
 
 

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Generator, Tensor
@@ -30,11 +30,12 @@ from torchmali.gradients.base import GradientMethod, Problem, has_tangent
 from torchmali.gradients.mali import MALI
 from torchmali.gradients.naive import Naive
 from torchmali.outputs.base import Outputs
+from torchmali.outputs.dense import DenseOutputs
 from torchmali.outputs.observed import ObservedOutputs, Observer
 from torchmali.outputs.per_sample import SampleOutputs, SampleTimes
 from torchmali.outputs.stored import StoredOutputs
 from torchmali.solution import Solution
-from torchmali.solvers.base import Solver
+from torchmali.solvers.base import InterpolatingSolver, Solver
 from torchmali.solvers.leapfrog import ALF
 from torchmali.state.vectors import Tensors
 from torchmali.tree import Structure
@@ -70,6 +71,7 @@ def solve(
     observe: Callable | None = None,
     outputs: Outputs | None = None,
     return_code: bool = False,
+    dense: bool = False,
     generator: Generator | None = None,
     randomness: str = "same",
 ) -> Solution:
@@ -100,6 +102,13 @@ def solve(
     place of `observe`.
 
     return_code: also return the integer end state, `code`, from which `solve_back(func, code)` gets y0 to the last bit.
+
+    dense: the solution can be called, `solution(t)`, for y at any time between t[0] and t[-1], from the interpolant of
+    the step that holds it, and `solution(t, derivative=True)` for dy/dt. The steps are those of a solve without it;
+    Dopri8 takes four evaluations more in each, a method whose interpolant needs the slope at the end one more in all.
+    Memory: for every step one state and all stages to which the interpolant gives a weight (2 for ALF, 6 for Dopri5),
+    and what the gradient method keeps besides. Gradients of solution(t) flow wherever those of y do, and to the t that
+    it is given, with gradient=ACA() and Naive(). Other methods give values only, where no gradient is wanted.
     """
     for name, value, base in (
         ("solver", solver, Solver),
@@ -112,6 +121,7 @@ def solve(
                 "controller=FixedStep(0.1), gradient=MALI(). (Names as strings are understood by odeint.)"
             )
     _check_outputs(outputs, observe)
+    _check_dense(dense, solver, outputs, observe)
     gradient.check(solver, controller)
     if return_code and not gradient.on_integers:
         raise IncompatibleError(
@@ -122,13 +132,8 @@ def solve(
     z0 = _checked_state(tuple(_dense(_uncast(z)) for z in structure.flatten(y0)))
     controller = controller.bind(structure)
     _warn_of_tolerance(controller, z0)
-    samples = SampleTimes(t, z0) if isinstance(t, Tensor) and t.ndim == 2 else None
-    if samples is not None:
-        _check_sample_times(solver, controller, gradient, observe or outputs)
-        t_out, times, t_moving = samples.t, samples.times, samples.sequence()
-    else:
-        t_out, times = _checked_times(t)
-        t_moving = t_out
+    t_out, times, t_moving, samples = _times_of(t, z0)
+    _check_sample_times(samples, solver, controller, gradient, observe or outputs or dense)
     _warn_of_times(times, z0)
     got = type(args).__name__
     if not isinstance(args, tuple):
@@ -145,9 +150,12 @@ def solve(
             raise InvalidFieldError(
                 "f has parameters without a shape yet, of a lazy module: call f once, with y0, before the first solve."
             )
-    outputs = _outputs_of(outputs, observer, samples, len(times))
     wants_t = t_moving.requires_grad or has_tangent(t_moving)
+    if dense and isinstance(solver, InterpolatingSolver):
+        outputs = DenseOutputs(len(times), len(z0), solver.interpolant, wants_t)
+    outputs = _outputs_of(outputs, observer, samples, len(times))
     problem = Problem(field, z0, times, t_moving if wants_t else None, solver, controller, outputs, return_code)
+    _check_gradient_of_dense(dense, problem, gradient)
     try:
         results, stats, done = gradient.solve(problem)
     except Exception as error:
@@ -158,7 +166,50 @@ def solve(
         results, stats, done = gradient.solve(replace(problem, field=make_field(), outputs=outputs))
     y, observed = outputs.solution(results)
     code = Code.of(done.state, done.tape, solver, structure, args) if return_code else None
-    return Solution(t_out, structure.rebuild(y), stats, observed, code)
+    return Solution(t_out, structure.rebuild(y), stats, observed, code, outputs.trajectory(results, structure, t_out))
+
+
+def _check_dense(dense: bool, solver: Solver, outputs: Any, observe: Any) -> None:
+    if not dense:
+        return
+    if not isinstance(solver, InterpolatingSolver):
+        raise IncompatibleError(
+            f"dense=True needs a solver with an interpolant of its steps, but {solver} has none. Use ALF() or a "
+            "Runge-Kutta solver such as Dopri5(), or give all times in t=."
+        )
+    if outputs is not None or observe is not None:
+        name = "observe" if outputs is None else "outputs"
+        raise InvalidOptionError(
+            f"dense=True keeps every step, {name}=... something else in place of y: give one of the two. (A dense "
+            "solution can be called at any time after the solve.)"
+        )
+
+
+def _check_gradient_of_dense(dense: bool, problem: Problem, gradient: GradientMethod) -> None:
+    reason = gradient.obstacle_to_dense
+    if dense and reason is not None and problem.wants_gradient:
+        raise IncompatibleError(
+            f"dense=True keeps the stages of every step, which {gradient} does not differentiate: {reason}. In place "
+            "of solution(t), give the times in t=, or a function of (t, y) as observe=. Or use gradient=ACA(), in "
+            "memory of all steps; or torch.no_grad() around the solve, if no gradient is wanted."
+        )
+
+
+class Times(NamedTuple):
+    """The times of a call."""
+
+    given: Tensor
+    numbers: list[float]  # in the order of the solve
+    moving: Tensor  # these as a tensor that autograd follows
+    samples: SampleTimes | None  # if each sample has its own
+
+
+def _times_of(t: Any, z0: Tensors) -> Times:
+    if isinstance(t, Tensor) and t.ndim == 2:
+        samples = SampleTimes(t, z0)
+        return Times(t, samples.times, samples.sequence(), samples)
+    given, numbers = _checked_times(t)
+    return Times(given, numbers, given, None)
 
 
 def _outputs_of(given: Outputs | None, observer: Observer | None, samples: SampleTimes | None, n: int) -> Outputs:
@@ -170,12 +221,16 @@ def _outputs_of(given: Outputs | None, observer: Observer | None, samples: Sampl
     return StoredOutputs(n) if given is None else given.again()  # the given object stays as it is
 
 
-def _check_sample_times(solver: Solver, controller: StepController, gradient: GradientMethod, others: Any) -> None:
+def _check_sample_times(
+    samples: SampleTimes | None, solver: Solver, controller: StepController, gradient: GradientMethod, others: Any
+) -> None:
     """Raise if outputs at times of each sample's own are not possible."""
-    if others is not None:
+    if samples is None:
+        return
+    if others:
         raise IncompatibleError(
-            "t of shape (times, samples) returns y at the times of each sample: leave observe= and outputs= out, and "
-            "make the loss from y, which is nan where t is."
+            "t of shape (times, samples) returns y at the times of each sample: leave observe=, outputs= and dense= "
+            "out, and make the loss from y, which is nan where t is."
         )
     if isinstance(gradient, Adjoint):
         raise IncompatibleError(

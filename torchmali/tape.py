@@ -1,8 +1,8 @@
 """The record of a solve: accepted steps, refreshes, rescales and outputs, in order. Backward passes follow it.
 
-At the end of a step the order is always Step, [Rescale], [InnerOutput], [Output], [Refresh]; a Rescale may also stand
-before a step that would not fit the old scale. Events hold numbers and positions in `Tape.kept`, no tensors: these
-travel through `save_for_backward` as one flat list.
+At the end of a step the order is always Step, [Rescale], [InnerOutput], [Output], [StageOutput], [Refresh]; a Rescale
+may also stand before a step that would not fit the old scale. Events hold numbers and positions in `Tape.kept`, no
+tensors: these travel through `save_for_backward` as one flat list.
 """
 
 from __future__ import annotations
@@ -65,7 +65,13 @@ class InnerOutput(NamedTuple):
     end: int
 
 
-Event: TypeAlias = "Start | Step | Refresh | Rescale | Output | InnerOutput"
+class StageOutput(NamedTuple):
+    """z at the start of the last step, and its stages, became the i-th step of a dense solution."""
+
+    i: int
+
+
+Event: TypeAlias = "Start | Step | Refresh | Rescale | Output | InnerOutput | StageOutput"
 
 
 @dataclass
@@ -129,7 +135,7 @@ def rewind(
     kept: Sequence[Snapshot],
     state: State,
     undo_step: Callable[[Step, Any], Any],
-    on_output: Callable[[Output | InnerOutput, Any], None] | None = None,
+    on_output: Callable[[Output | InnerOutput | StageOutput, Any], None] | None = None,
 ) -> Any:
     """Follow events from the last to the first, beginning with the state after them; return the state before them.
 
@@ -138,7 +144,7 @@ def rewind(
     for event in reversed(events):
         if isinstance(event, Step):
             state = undo_step(event, state)
-        elif isinstance(event, (Output, InnerOutput)):
+        elif isinstance(event, (Output, InnerOutput, StageOutput)):
             if on_output is not None:
                 on_output(event, state)
         elif isinstance(event, Rescale):

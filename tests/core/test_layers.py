@@ -40,6 +40,7 @@ LAYERS = [  # a module may import those named before it
     "refresh",
     "outputs.base",
     "outputs.stored",
+    "outputs.dense",
     "outputs.observed",
     "outputs.per_sample",
     "loop.base",

@@ -45,6 +45,7 @@ class Adjoint(GradientMethod):
     controller: StepController | None = None
     seminorm: bool = False
     compares_first_value: ClassVar[bool] = True
+    obstacle_to_dense: ClassVar[str | None] = "its backward solve takes steps of its own"
 
     __repr__ = short_repr
 

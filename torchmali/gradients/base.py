@@ -129,9 +129,11 @@ class GradientMethod(ABC):
     """How a solve is differentiated.
 
     compares_first_value: its backward pass evaluates f at the start, to see whether it is the same function.
+    obstacle_to_dense: the reason why it does not differentiate a dense solution; None: it does.
     """
 
     compares_first_value: ClassVar[bool] = False
+    obstacle_to_dense: ClassVar[str | None] = "its backward pass does not see them"
 
     @property
     def on_integers(self) -> bool:

@@ -46,6 +46,7 @@ class MALI(ReplayGradient):
     memory: str | int | None = None
     unsafe_damping: bool = False
     inverts: ClassVar[bool] = True
+    obstacle_to_dense: ClassVar[str | None] = "its memory must not grow with the number of steps"
 
     __repr__ = short_repr
 

@@ -38,7 +38,7 @@ from torchmali.state.base import Deviation, RewindableState, Snapshot, State
 from torchmali.state.fixed_point import FixedPoint
 from torchmali.state.floats import Floats
 from torchmali.state.vectors import Tensors, rows
-from torchmali.tape import Event, InnerOutput, Output, Refresh, Start, Step, Tape, rewind
+from torchmali.tape import Event, InnerOutput, Output, Refresh, StageOutput, Start, Step, Tape, rewind
 
 
 class Limits(NamedTuple):
@@ -170,7 +170,7 @@ class OutputCotangents:
             return pulled.z
 
         samples = self.outputs.samples_of(output.first, output.end)
-        return InnerOutputs(first, times, not self.outputs.keeps_states, pull, samples)
+        return InnerOutputs(first, times, not self.outputs.keeps_states, pull, samples=samples)
 
 
 @dataclass
@@ -289,9 +289,14 @@ class BackwardPass:
                 a.finish_step(step.k0, step.k1, 0 if inner is None else inner.first)
             return back
 
-        def on_output(output: Output | InnerOutput, state: RewindableState) -> None:
+        def on_output(output: Output | InnerOutput | StageOutput, state: RewindableState) -> None:
+            if isinstance(output, StageOutput):
+                recorded = cotangents.outputs.pull_stages(output.i, cotangents.grads)
+                inside.extend([] if recorded is None else [InnerOutputs(recorded=recorded)])
+                return
             if isinstance(output, InnerOutput):
-                inside.append(cotangents.inner(output, a))
+                recorded = inside.pop().recorded if inside else None
+                inside.append(cotangents.inner(output, a)._replace(recorded=recorded))
                 return
             z = () if cotangents.outputs.keeps_states else state.point
             accumulate(a.z, cotangents.pull(output.k, z, a))

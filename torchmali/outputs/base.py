@@ -16,10 +16,11 @@ from torch import Tensor
 from torchmali.field.evaluate import Field
 from torchmali.solvers.base import Attempt, InterpolatingSolver, Slope, Solver
 from torchmali.solvers.cotangent import accumulate
-from torchmali.solvers.interpolation import chunks, interpolated
+from torchmali.solvers.interpolation import RecordedStages, chunks, interpolated
 from torchmali.state.base import State
 from torchmali.state.vectors import Tensors, Time
-from torchmali.tape import InnerOutput, Output
+from torchmali.tape import InnerOutput, Output, StageOutput
+from torchmali.tree import Structure
 
 
 class AcceptedStep:
@@ -39,10 +40,15 @@ class AcceptedStep:
         samples: for each time the one sample of the batch that is wanted.
         """
         assert isinstance(self.solver, InterpolatingSolver)
+        point, stages = self.before.point, self.stages()
+        return interpolated(self.solver.interpolant, point, self.t0, self.t1, times, stages, samples)
+
+    def stages(self) -> Sequence[Tensors]:
+        """The slopes to which the solver's interpolant gives weights; those that the step lacks are evaluated once."""
+        assert isinstance(self.solver, InterpolatingSolver)
         if not self._stages:
             self._stages, self.carry = self.solver.inner_stages(self.f, self.t0, self.t1, self.before, self.attempt)
-        point = self.before.point
-        return interpolated(self.solver.interpolant, point, self.t0, self.t1, times, self._stages, samples)
+        return self._stages
 
 
 class Pulled(NamedTuple):
@@ -116,9 +122,17 @@ class Outputs(ABC):
         dt = None if found[0].t is None else [x for pulled in reversed(found) if (x := pulled.t) is not None]
         return InnerPulled([_stacked(parts) for parts in zip(*(x.z for x in reversed(found)), strict=True)], theta, dt)
 
+    def pull_stages(self, i: int, grads: Sequence[Tensor | None]) -> RecordedStages | None:
+        """From dL/dresults to z and the stages of the i-th step, if the results hold these. Here: they do not."""
+        return None
+
     def solution(self, results: Tensors) -> tuple[Tensors, Tensor | None]:
         """What `Solution` holds: the leaves of y, and what was observed."""
         return results, None
+
+    def trajectory(self, results: Tensors, structure: Structure, t: Tensor) -> Any:
+        """The solution as a function of time (`Solution.dense`), if the results have all it takes. Here: None."""
+        return None
 
     def contents(self) -> Any:
         """What has been recorded so far, for `restore_contents`."""
@@ -173,17 +187,17 @@ class Outputs(ABC):
         next_time = self.times[self.waiting]
         return bool(next_time <= t1 if t < t1 else next_time >= t1)
 
-    def accept(self, step: AcceptedStep) -> list[Output | InnerOutput]:
+    def accept(self, step: AcceptedStep) -> list[Output | InnerOutput | StageOutput]:
         """Record the outputs inside the step and at its end; return them for the tape."""
         stop = self.stop
-        found = [] if self.stops else self._inside(stop, step)
+        found: list[Output | InnerOutput | StageOutput] = [] if self.stops else [*self._inside(stop, step)]
         if step.t1 is self.times[stop]:
             found.append(Output(stop))
             self.record(stop, self.times[stop], step.end.point)
             self.waiting = self.stop = stop + 1
         return found
 
-    def _inside(self, stop: int, step: AcceptedStep) -> list[Output | InnerOutput]:
+    def _inside(self, stop: int, step: AcceptedStep) -> list[InnerOutput]:
         times, first, forward = self.times, self.waiting, self.times[-1] > self.times[0]
         end = first
         while end < stop and (times[end] <= step.t1 if forward else times[end] >= step.t1):

@@ -16,23 +16,39 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from torchmali.solvers.cotangent import accumulate
 from torchmali.solvers.dense import Interpolant
 from torchmali.state.vectors import Tensors, Time
 
 CHUNK = 16  # outputs that are handled at once: their memory does not grow with the number of outputs in a step
 
 
+class RecordedStages(NamedTuple):
+    """Cotangents of what a dense solution holds of a step (outputs/dense.py)."""
+
+    z: Sequence[Tensor | None]  # dL/dz0
+    stages: Sequence[Sequence[Tensor | None]]  # dL/dk_j of the stages with a weight
+    t0: float = 0.0
+    t1: float = 0.0
+
+
+def _no_cotangents(i: int, j: int, y: Tensors) -> Sequence[Tensor | None]:
+    return ()
+
+
 class InnerOutputs(NamedTuple):
     """Outputs y[first], y[first + 1], ... that were read from the interpolant of a step, as a backward pass meets them.
 
     pull(i, j, y): dL/dy of the outputs from the i-th to the one before the j-th, leaves of shape (j - i, ...), where y
-    holds these outputs in the same way. needs_states: whether `pull` needs y; else y may be empty.
+    holds these outputs in the same way. needs_states: whether `pull` needs y; else y may be empty. recorded: cotangents
+    of z and of the stages themselves, which may be there beside such outputs, or alone.
     """
 
-    first: int
-    times: Sequence[Any]
-    needs_states: bool
-    pull: Callable[[int, int, Tensors], Sequence[Tensor | None]]
+    first: int = 0
+    times: Sequence[Any] = ()
+    needs_states: bool = False
+    pull: Callable[[int, int, Tensors], Sequence[Tensor | None]] = _no_cotangents
+    recorded: RecordedStages | None = None
     samples: Tensor | None = None  # the sample of the batch to which each belongs; None: outputs are of all
 
 
@@ -88,7 +104,7 @@ def interpolated(
     outputs = []
     for i, leaf in enumerate(z):
         y = _rows(leaf, samples)
-        for factor, j in zip(_like(w, y), used, strict=True):
+        for factor, j in zip(factors(w, y), used, strict=True):
             y = torch.addcmul(y, factor, _rows(stages[j][i], samples))
         outputs.append(y)
     return tuple(outputs)
@@ -99,7 +115,7 @@ def _rows(leaf: Tensor, samples: Tensor | None) -> Tensor:
     return leaf.unsqueeze(0) if samples is None else leaf.index_select(0, samples.to(leaf.device))
 
 
-def _like(w: Tensor, rows: Tensor) -> Tensor:
+def factors(w: Tensor, rows: Tensor) -> Tensor:
     """Weights of shape (stages, n) as factors of rows of outputs."""
     return w.to(rows.device, rows.dtype).reshape(*w.shape, *[1] * (rows.ndim - 1))
 
@@ -122,6 +138,9 @@ def pull_inner(
     dt0: Time = 0.0
     dt1: Time = 0.0
     dt: list[Time] = []
+    if inner.recorded is not None:
+        sums.add_recorded(inner.recorded)
+        dt0, dt1 = inner.recorded.t0, inner.recorded.t1
     for i, j in chunks(len(inner.times)):
         times = inner.times[i:j]
         with torch.no_grad():
@@ -157,10 +176,18 @@ class _Sums:
             if g is None:
                 continue
             _add_rows(self.z[i], g, samples)
-            for factor, j in zip(_like(w, g), self.used, strict=True):
+            for factor, j in zip(factors(w, g), self.used, strict=True):
                 stage = self.stages[j]
                 assert stage is not None
                 _add_rows(stage[i], factor * g, samples)
+
+    def add_recorded(self, recorded: RecordedStages) -> None:
+        """Add the cotangents of z and of the stages themselves."""
+        accumulate(self.z, recorded.z)
+        for j, g in zip(self.used, recorded.stages, strict=True):
+            stage = self.stages[j]
+            assert stage is not None
+            accumulate(stage, g)
 
     def along(
         self, a: Sequence[Tensor | None], theta: Tensor, stages: Sequence[Tensors], samples: Tensor | None

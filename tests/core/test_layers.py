@@ -15,6 +15,7 @@ LAYERS = [  # a module may import those named before it
     "solution",
     "measure",
     "state.vectors",
+    "jumps",
     "state.base",
     "state.floats",
     "state.traced",

@@ -147,8 +147,9 @@ class StepController(ABC):
 class FixedStep(StepController):
     """Steps of size h from each output time; the last one is shortened to end on the next output time.
 
-    At jumps (see `solve`) steps end and begin as at output times. FixedStep(math.inf) takes one step per output interval. land=False: steps of size h from the first time on, of which
-    the last one is shortened; outputs inside steps are read from the solver's interpolant.
+    At jumps (see `solve`) steps end and begin as at output times. FixedStep(math.inf) takes one step per output
+    interval. land=False: steps of size h from the first time (or jump) on, of which the last one is shortened; outputs
+    inside steps are read from the solver's interpolant.
     """
 
     h: float
@@ -213,7 +214,7 @@ class AdaptiveStep(StepController):
     min_factor, max_factor: limits of the change of h from one attempt to the next. beta > 0: a PI controller, h <- h
     safety r^-((1 - 3/4 beta)/q) r_before^(beta/q), which changes h more smoothly (try 0.4). max_steps: attempts in one
     solve, not counting steps cut short by output times. land: end steps on output times although the solver can
-    interpolate.
+    interpolate. Behind a jump (see `solve`) the controller goes on with the h that it had.
     """
 
     rtol: Any = 1e-3

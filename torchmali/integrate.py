@@ -46,7 +46,9 @@ def integrate(
     so that the loop itself need not look.
     """
     effects = side_effects or SideEffects()
-    job = Job(f, times, solver, controller, outputs or NoOutputs(), tape or Tape(), effects, through_search, False, jumps)
+    job = Job(
+        f, times, solver, controller, outputs or NoOutputs(), tape or Tape(), effects, through_search, False, jumps
+    )
     loop = FixedPointLoop(job) if isinstance(arithmetic, FixedPointArithmetic) else FloatLoop(job)
     done = loop.run(z0, arithmetic)
     if loop.alternated_at_the_end and warns:

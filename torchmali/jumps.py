@@ -80,7 +80,7 @@ def checked_jumps(jumps: Any, times: Sequence[float], dtype: torch.dtype) -> Jum
 
     dtype: that in which f receives t. A jump that f cannot tell from an output time counts as the output time.
     """
-    values = _numbers(jumps)
+    values = jump_times(jumps)
     rounded, outputs = (torch.tensor(x, dtype=torch.float64).to(dtype).tolist() for x in (values, times))
     known = dict(zip(outputs, times, strict=True))
     unique = {x: known.get(x, jump) for x, jump in zip(rounded, values, strict=True)}
@@ -89,7 +89,8 @@ def checked_jumps(jumps: Any, times: Sequence[float], dtype: torch.dtype) -> Jum
     return Jumps(inside, dtype) if inside else None
 
 
-def _numbers(jumps: Any) -> list[float]:
+def jump_times(jumps: Any) -> list[float]:
+    """Return jumps as numbers; raise if they are not a sequence of finite times."""
     if isinstance(jumps, Tensor) and jumps.requires_grad:
         warn("jumps get no gradient, but require one. Give jumps.detach().")
     try:

@@ -83,7 +83,7 @@ class Field:
         self.device = z0[0].device
         self.t_dtype = time_dtype(z0)
         self.jumps = jumps
-        self.first_time: Tensor | None = None  # of the first evaluation, within the limits of the jumps already
+        self.first_time: Tensor | None = None  # during the first evaluation: it is within the limits of the jumps
         self.zero = torch.zeros((), dtype=self.t_dtype, device=self.device)
         self.wants_t = False
         eps = max(torch.finfo(z.dtype).eps for z in z0)
@@ -192,6 +192,7 @@ class Field:
             z, evaluate = tuple([x.detach().requires_grad_(x.requires_grad) for x in z]), self._with_graph
         with self.environment.first_evaluation(self.looks_for_leaves or torch.is_grad_enabled()):
             u = self._tried(evaluate, now, z)
+        self.first_time = None
         if self.looks_for_leaves:  # f may have made t and y require gradients itself
             self._tell_of_leaves(u, [*self.theta, now, *z])
             u = tuple([x.detach() for x in u])

@@ -234,6 +234,7 @@ class Loop(ABC):
 
     def _leave_jump(self) -> bool:
         """Forget the slopes from before a jump; whether v was replaced by f on the other side."""
+        # The controller goes on with its h. Choosing a new one as at the start spares rejections, but not evaluations.
         self.carry = None
         if isinstance(self.solver, Leapfrog):
             self._enter(self.job.times[-1])

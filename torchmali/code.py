@@ -56,8 +56,8 @@ class Code:
         """Rebuild the state at the start."""
         end = FixedPoint.restore(self.end)
         # Rebuilding the start must leave f's buffers as they are.
-        f = Field(func, end.point, self.structure, self.args, [], buffers="freeze")
-        f.jumps = None if self.jumps is None else copied(self.jumps)
+        jumps = None if self.jumps is None else copied(self.jumps)
+        f = Field(func, end.point, self.structure, self.args, [], buffers="freeze", jumps=jumps)
 
         def undo_step(step: Step, state: FixedPoint) -> State:
             f.enter(step.t0, step.t1)

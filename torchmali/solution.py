@@ -55,12 +55,17 @@ class Solution(NamedTuple):
 
     def __repr__(self) -> str:
         """Shapes instead of values: Solution(y: (3, 128, 2), 3 times from 0 to 1, 20 steps)."""
-        n = len(self.t)
-        ends = " from {:g} to {:g}".format(*self.t.detach()[[0, -1]].tolist()) if n else ""
+        n, numbers = len(self.t), self.t.detach()[~self.t.detach().isnan()]
+        ends = f" from {self.t.detach().reshape(-1)[0]:g} to {_furthest(numbers):g}" if n else ""
         parts = [f"y: {_shapes(self.y)}", f"{n} times{ends}", f"{self.stats.n_steps} steps"]
         for name, value in (("observed", self.observed), ("code", self.code)):
             parts += [] if value is None else [f"{name}: {_shapes(value)}"]
         return f"Solution({', '.join(parts)})"
+
+
+def _furthest(t: Tensor) -> float:
+    """The time that is furthest from the first one."""
+    return t[(t - t[0]).abs().argmax()].item()
 
 
 def _shapes(tree: Any) -> str:

@@ -25,12 +25,14 @@ from torchmali.errors import (
 )
 from torchmali.field.evaluate import Field, time_dtype
 from torchmali.field.randomness import Source
+from torchmali.gradients.adjoint import Adjoint
 from torchmali.gradients.base import GradientMethod, Problem, has_tangent
 from torchmali.gradients.mali import MALI
 from torchmali.gradients.naive import Naive
 from torchmali.jumps import checked_jumps
 from torchmali.outputs.base import Outputs
 from torchmali.outputs.observed import ObservedOutputs, Observer
+from torchmali.outputs.per_sample import SampleOutputs, SampleTimes
 from torchmali.outputs.stored import StoredOutputs
 from torchmali.solution import Solution
 from torchmali.solvers.base import Solver
@@ -75,9 +77,13 @@ def solve(
 ) -> Solution:
     """Solve dy/dt = func(t, y, *args) from y(t[0]) = y0 and return y at all times t, differentiable.
 
-    y0: a tensor, or any nested tuple, list or dict of float32 or float64 tensors; func returns the same structure. t:
-    two or more times, increasing or decreasing. Gradients flow to y0, to the tensors in args, to t, and to the
-    parameters found in func (modules, bound methods, partials, closures), or to those listed in `params`.
+    y0: a tensor, or any nested tuple, list or dict of float32 or float64 tensors; func returns the same structure.
+    Gradients flow to y0, to the tensors in args, to t, and to the parameters found in func (modules, bound methods,
+    partials, closures), or to those listed in `params`.
+
+    t: two or more times, increasing or decreasing. A tensor of shape (times, samples) gives each sample of the batch
+    (dimension 0 of every leaf of y0) output times of its own, nan where it has none; t[0] is the common start. All
+    samples share one grid of steps, and y has leaves of shape (times, samples, ...), nan where t is.
 
     f runs under the autocast that is on around this call, in the backward pass too. buffers: "update" lets each
     evaluation of an accepted step update the running statistics of modules in f, "freeze" none.
@@ -123,7 +129,13 @@ def solve(
     z0 = _checked_state(tuple(_dense(_uncast(z)) for z in structure.flatten(y0)))
     controller = controller.bind(structure)
     _warn_of_tolerance(controller, z0)
-    t_out, times = _checked_times(t)
+    samples = SampleTimes(t, z0) if isinstance(t, Tensor) and t.ndim == 2 else None
+    if samples is not None:
+        _check_sample_times(solver, controller, gradient, observe or outputs)
+        t_out, times, t_moving = samples.t, samples.times, samples.sequence()
+    else:
+        t_out, times = _checked_times(t)
+        t_moving = t_out
     _warn_of_times(times, z0)
     no_jumps = isinstance(jumps, tuple) and not jumps
     found = None if no_jumps else checked_jumps(jumps, times, time_dtype(z0))
@@ -142,12 +154,9 @@ def solve(
             raise InvalidFieldError(
                 "f has parameters without a shape yet, of a lazy module: call f once, with y0, before the first solve."
             )
-    if outputs is None:
-        outputs = StoredOutputs(len(times)) if observer is None else ObservedOutputs(observer, len(times))
-    else:
-        outputs = outputs.again()  # the given object stays as it is
-    wants_t = t_out.requires_grad or has_tangent(t_out)
-    problem = Problem(field, z0, times, t_out if wants_t else None, solver, controller, outputs, return_code)
+    outputs = _outputs_of(outputs, observer, samples, len(times))
+    wants_t = t_moving.requires_grad or has_tangent(t_moving)
+    problem = Problem(field, z0, times, t_moving if wants_t else None, solver, controller, outputs, return_code)
     try:
         results, stats, done = gradient.solve(problem)
     except Exception as error:
@@ -159,6 +168,35 @@ def solve(
     y, observed = outputs.solution(results)
     code = Code.of(done.state, done.tape, solver, structure, args, found) if return_code else None
     return Solution(t_out, structure.rebuild(y), stats, observed, code)
+
+
+def _outputs_of(given: Outputs | None, observer: Observer | None, samples: SampleTimes | None, n: int) -> Outputs:
+    """What is recorded in a solve with n output times."""
+    if samples is not None:
+        return SampleOutputs(samples.shape, samples.rows, samples.samples)
+    if observer is not None:
+        return ObservedOutputs(observer, n)
+    return StoredOutputs(n) if given is None else given.again()  # the given object stays as it is
+
+
+def _check_sample_times(solver: Solver, controller: StepController, gradient: GradientMethod, others: Any) -> None:
+    """Raise if outputs at times of each sample's own are not possible."""
+    if others is not None:
+        raise IncompatibleError(
+            "t of shape (times, samples) returns y at the times of each sample: leave observe= and outputs= out, and "
+            "make the loss from y, which is nan where t is."
+        )
+    if isinstance(gradient, Adjoint):
+        raise IncompatibleError(
+            "Adjoint() begins anew at each output time, and with times of each sample there are too many of them. Use "
+            "MALI(), ACA() or Naive()."
+        )
+    if controller.ends_on_outputs(solver):
+        raise IncompatibleError(
+            "t of shape (times, samples) is read from the interpolants of steps that all samples share, but with "
+            f"{controller!r} and {type(solver).__name__} steps end on every output time. Use AdaptiveStep(...) or "
+            "FixedStep(h, land=False), and a solver with an interpolant."
+        )
 
 
 def _check_outputs(outputs: Any, observe: Any) -> None:

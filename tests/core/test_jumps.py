@@ -324,6 +324,24 @@ def test_a_jump_that_float32_cannot_tell_from_an_output_is_at_the_output():
     assert solution.stats.h_min > 0.2
 
 
+@pytest.mark.parametrize("controller", CONTROLLERS[1:3], ids=repr)
+@pytest.mark.parametrize("solver", [tm.ALF(), tm.ALF(order=4), tm.Dopri5()], ids=repr)
+def test_samples_with_times_of_their_own_meet_jumps(solver, controller):
+    """Times at a jump, of one sample, of several, and at both ends."""
+    f, nan = Steps([0.0, *JUMPS, 1.5], [9.0, *SLOPES, 9.0]), math.nan
+    t = torch.tensor([[0.0, 0.0, 0.0], [0.3, 0.0, 0.2], [0.7, 0.7, 0.7], [1.5, 1.1, nan]], dtype=torch.float64)
+    expected = [[f.integral(0.0, x) if x == x else nan for x in row] for row in t.tolist()]
+    found = []
+    for method in (tm.Naive(), tm.ACA(), *([tm.MALI()] if isinstance(solver, tm.ALF) else [])):
+        y0 = torch.tensor([0.5, -1.0, 2.0], dtype=torch.float64, requires_grad=True)
+        how = {"solver": solver, "controller": controller, "gradient": method}
+        y = tm.solve(lambda t, y: f(t, y) - 0.0 * y, y0, t, jumps=f.jumps, **how).y
+        exact = torch.tensor(expected, dtype=torch.float64) + y0.detach()
+        torch.testing.assert_close(y.detach(), exact, rtol=0, atol=1e-14, equal_nan=True)
+        found.append(torch.autograd.grad((y.nan_to_num() ** 2).sum(), y0)[0])
+        torch.testing.assert_close(found[-1], found[0], rtol=1e-12, atol=1e-12)
+
+
 def test_jumps_are_sorted_unique_and_inside():
     f = Steps(JUMPS, SLOPES)
     how = {"controller": tm.FixedStep(1.0), "gradient": tm.ACA()}

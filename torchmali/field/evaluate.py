@@ -116,20 +116,24 @@ class Field:
 
     def without_tensors(self: F) -> F:
         """A copy without theta and `fixed`, to be kept until the backward pass."""
-        field = copied(self)
-        field.arguments, field.args, field.theta = self.arguments.without_tensors(), (), []
-        return field
+        return copied(self, arguments=self.arguments.without_tensors(), args=(), theta=[])
 
     def with_tensors(self: F, theta: Sequence[Tensor], fixed: Sequence[Tensor], wants_t: bool) -> F:
         """A copy for one backward pass: theta and `fixed` as saved (args detached), counters at zero."""
-        field, n = copied(self), len(self.arguments.slots)
+        n = len(self.arguments.slots)
         moving = [x.detach().requires_grad_() for x in theta[:n]]
-        field.arguments = self.arguments.with_tensors(moving, fixed)
-        field.args, field.theta = field.arguments.args, [*moving, *theta[n:]]
-        field.wants_t, field.environment = wants_t, self.environment.for_backward()
-        field.n_evals = field.n_vjps = 0
-        field.jumps = None if self.jumps is None else copied(self.jumps)  # its limits are those of one pass
-        return field
+        arguments, environment = self.arguments.with_tensors(moving, fixed), self.environment.for_backward()
+        return copied(
+            self,
+            arguments=arguments,
+            args=arguments.args,
+            theta=[*moving, *theta[n:]],
+            wants_t=wants_t,
+            environment=environment,
+            n_evals=0,
+            n_vjps=0,
+            jumps=None if self.jumps is None else copied(self.jumps),  # its limits are those of one pass
+        )
 
     def enter(self, t0: Time, t1: Time) -> None:
         """Evaluate f between t0 and the first jump behind it, towards t1, until the next call."""

@@ -170,7 +170,8 @@ class OutputCotangents:
                 a.add_to_time(k, g_t)
             return pulled.z
 
-        return InnerOutputs(first, times, not self.outputs.keeps_states, pull)
+        samples = self.outputs.samples_of(output.first, output.end)
+        return InnerOutputs(first, times, not self.outputs.keeps_states, pull, samples)
 
 
 @dataclass

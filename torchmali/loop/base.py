@@ -216,7 +216,7 @@ class Loop(ABC):
         if self.outputs.passes_over(self.t):
             return
         step = AcceptedStep(self.f, self.solver, t, self.t, before, attempt, self.state)
-        self.tape.events += self.outputs.accept(step)
+        self.tape.events.extend(self.outputs.accept(step))
         self.carry = step.carry
 
     def refresh_if(self, alternates: bool, plan: RefreshPlan, slope: Tensors | None) -> bool:

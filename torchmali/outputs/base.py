@@ -34,12 +34,16 @@ class AcceptedStep:
         self.carry = attempt.carry  # f(t1, z1), if it is known
         self._stages: Sequence[Tensors] = ()
 
-    def at(self, times: Sequence[Time]) -> Tensors:
-        """z at times inside the step, from the solver's interpolant, in leaves of shape (len(times), ...)."""
+    def at(self, times: Sequence[Time], samples: Tensor | None = None) -> Tensors:
+        """z at times inside the step, from the solver's interpolant, in leaves of shape (len(times), ...).
+
+        samples: for each time the one sample of the batch that is wanted.
+        """
         assert isinstance(self.solver, InterpolatingSolver)
         if not self._stages:
             self._stages, self.carry = self.solver.inner_stages(self.f, self.t0, self.t1, self.before, self.attempt)
-        return interpolated(self.solver.interpolant, self.before.point, self.t0, self.t1, times, self._stages)
+        point = self.before.point
+        return interpolated(self.solver.interpolant, point, self.t0, self.t1, times, self._stages, samples)
 
 
 class Pulled(NamedTuple):
@@ -91,6 +95,13 @@ class Outputs(ABC):
 
         If `keeps_states`, z may be empty.
         """
+
+    def samples_of(self, first: int, end: int) -> Tensor | None:
+        """The sample of the batch to which each of the outputs from `first` to end - 1 belongs; None: they are of all.
+
+        If there is one, `record_inner` and `pull_inner` deal with these samples alone.
+        """
+        return None
 
     def record_inner(self, first: int, times: Sequence[Time], z: Tensors) -> None:
         """Take in y[first], y[first + 1], ... at these times, from leaves of shape (len(times), ...)."""
@@ -151,10 +162,14 @@ class Outputs(ABC):
 
     def _stop_from(self, k: int) -> int:
         """Return the first output from the k-th on, on which steps end."""
-        end, jumps = len(self.times) - 1, self.jumps
+        times, end, jumps = self.times, len(self.times) - 1, self.jumps
         if self.stops or k >= end:
             return k
-        return end if jumps is None else next((i for i in range(k, end) if jumps.is_at(self.times[i])), end)
+        if jumps is None:
+            return end
+        # Times of each sample may repeat: the last one is the end of the step, the others lie inside.
+        ends = (i for i in range(k, end) if times[0] != times[i] != times[i + 1] and jumps.is_at(times[i]))
+        return next(ends, end)
 
     def ends(self, t: Time, t1: Time) -> tuple[int | None, int | None]:
         """The output times with which the ends of a step from t to t1 move (see tape.Step)."""
@@ -195,7 +210,7 @@ class Outputs(ABC):
             return []
         for i, j in chunks(end - first):
             inside = times[first + i : first + j]
-            self.record_inner(first + i, inside, step.at(inside))
+            self.record_inner(first + i, inside, step.at(inside, self.samples_of(first + i, first + j)))
         self.waiting = end
         return [InnerOutput(first, end)]
 

@@ -23,12 +23,13 @@ from torchmali.errors import (
     InvalidTimesError,
     warn,
 )
-from torchmali.field.evaluate import Field
+from torchmali.field.evaluate import Field, time_dtype
 from torchmali.field.randomness import Source
 from torchmali.gradients.adjoint import Adjoint
 from torchmali.gradients.base import GradientMethod, Problem, has_tangent
 from torchmali.gradients.mali import MALI
 from torchmali.gradients.naive import Naive
+from torchmali.jumps import checked_jumps
 from torchmali.outputs.base import Outputs
 from torchmali.outputs.dense import DenseOutputs
 from torchmali.outputs.observed import ObservedOutputs, Observer
@@ -74,6 +75,7 @@ def solve(
     dense: bool = False,
     generator: Generator | None = None,
     randomness: str = "same",
+    jumps: Sequence[float] | Tensor = (),
 ) -> Solution:
     """Solve dy/dt = func(t, y, *args) from y(t[0]) = y0 and return y at all times t, differentiable.
 
@@ -100,6 +102,11 @@ def solve(
 
     outputs: an object that makes something else of the solution than y at all times (docs/extending.md). It is given in
     place of `observe`.
+
+    jumps: times at which f, not y, is discontinuous, in any order. Steps end on each of them, and f is evaluated on the
+    side on which the step lies, whatever its value at the jump itself; behind a jump no slope from before it is used
+    (leapfrogs evaluate f once more there, and keep one state where a backward pass follows). Jumps get no gradient. An
+    output time at a jump gets that of the two moving together.
 
     return_code: also return the integer end state, `code`, from which `solve_back(func, code)` gets y0 to the last bit.
 
@@ -135,6 +142,8 @@ def solve(
     t_out, times, t_moving, samples = _times_of(t, z0)
     _check_sample_times(samples, solver, controller, gradient, observe or outputs or dense)
     _warn_of_times(times, z0)
+    no_jumps = isinstance(jumps, tuple) and not jumps
+    found = None if no_jumps else checked_jumps(jumps, times, time_dtype(z0))
     got = type(args).__name__
     if not isinstance(args, tuple):
         raise InvalidOptionError(f"args must be a tuple of further arguments of f, as in args=(x,); got a {got}.")
@@ -142,7 +151,7 @@ def solve(
     make_field = functools.partial(
         Field, func, z0, structure, args, params, buffers, source, looks_for_leaves, gradient.compares_first_value
     )
-    field = make_field(remembers=True)
+    field = make_field(remembers=True, jumps=found)
     observer = None if observe is None else Observer(observe, z0, structure, source, looks_for_leaves)
     _check_processes(field, observer, solver, controller, gradient)
     for function in (field, observer):
@@ -163,9 +172,9 @@ def solve(
             raise
         # f has changed since its behaviour was remembered: it is looked at again.
         outputs = outputs.again()
-        results, stats, done = gradient.solve(replace(problem, field=make_field(), outputs=outputs))
+        results, stats, done = gradient.solve(replace(problem, field=make_field(jumps=found), outputs=outputs))
     y, observed = outputs.solution(results)
-    code = Code.of(done.state, done.tape, solver, structure, args) if return_code else None
+    code = Code.of(done.state, done.tape, solver, structure, args, found) if return_code else None
     return Solution(t_out, structure.rebuild(y), stats, observed, code, outputs.trajectory(results, structure, t_out))
 
 

@@ -28,12 +28,13 @@ class Step(NamedTuple):
 
     h is held fixed when times are differentiated: a grid point inside a segment moves with the output time at which
     the segment starts, its last one with the output time at which it ends. t0 moves with times[k0], t1 with times[k1].
+    Jumps of f do not move, nor do grid points that are counted from a jump (k0, k1 = None).
     """
 
     t0: Any  # a float (under Naive perhaps a tensor)
     t1: Any
-    k0: int
-    k1: int
+    k0: int | None
+    k1: int | None
     before: int | None  # position in `kept` of the state at t0: ACA keeps all, MALI none or every K-th
 
 
@@ -41,7 +42,7 @@ class Refresh(NamedTuple):
     """v was replaced by f(t, z)."""
 
     t: Time
-    k: int  # t moves with times[k]
+    k: int | None  # t moves with times[k]; None: at a jump or behind it, which does not move
     before: int | None  # position in `kept` of what the refresh replaced; None if nobody will follow the tape back
 
 
@@ -90,7 +91,7 @@ class Tape:
     n_steps: int = 0
     checkpoints: list[int] = field(default_factory=list)  # positions in `events` of steps whose state is kept
 
-    def step(self, t0: Any, t1: Any, k0: int, k1: int, before: State) -> None:
+    def step(self, t0: Any, t1: Any, k0: int | None, k1: int | None, before: State) -> None:
         kept = None
         if self.keep_every is not None and self.n_steps % self.keep_every == 0:
             assert isinstance(before, RewindableState)

@@ -16,6 +16,7 @@ from torchmali.gradients.adjoint import Adjoint
 from torchmali.gradients.base import GradientMethod
 from torchmali.gradients.mali import MALI
 from torchmali.gradients.naive import Naive
+from torchmali.jumps import jump_times
 from torchmali.solve import solve
 from torchmali.solvers.base import Solver
 from torchmali.solvers.leapfrog import ALF
@@ -56,12 +57,13 @@ def odeint(
     method: "dopri5" (default), "alf" or "alf4" (default with gradient="mali": "alf4" for adaptive steps with rtol <=
     1e-3), "alf6", "tsit5", "dopri8", "bosh3", "adaptive_heun", "euler", "midpoint", "heun2", "heun3", "rk4" (3/8 rule),
     "rk4_classic", or a solver. gradient: "naive" (default), "aca", "mali", "adjoint", "seminorm", or a gradient method.
-    options: step_size, or first_step, safety, ifactor, dfactor, min_step, max_step, max_num_steps, norm. Unlike in
-    torchdiffeq, max_num_steps (10,000) limits the whole solve, and fixed steps end at each output time instead of being
-    interpolated.
+    options: step_size, or first_step, safety, ifactor, dfactor, min_step, max_step, max_num_steps, norm; and jump_t,
+    times at which f jumps (`jumps` of `solve`), with fixed steps, too. Unlike in torchdiffeq, max_num_steps (10,000)
+    limits the whole solve, and fixed steps end at each output time instead of being interpolated.
     """
     chosen = _named(gradient, GRADIENTS, GradientMethod, "gradient method", Naive())
     options = dict(options or {})
+    jumps = _popped_jumps(options)
     tight = "step_size" not in options and min(Structure.of(rtol).flatten(rtol)) <= 1e-3
     leapfrog = ALF(order=4) if tight else ALF()
     default = leapfrog if isinstance(chosen, MALI) else rk.Dopri5()
@@ -70,7 +72,8 @@ def odeint(
     if norm is not None and isinstance(y0, Tensor):
         options["norm"] = lambda x: norm(x[0])  # torchdiffeq's norms take the tensor, ours a tuple of leaves
     controller = _controller(solver, rtol, atol, options)
-    return solve(func, y0, t, solver=solver, controller=controller, gradient=chosen, args=args, params=params).y
+    how: dict[str, Any] = {"solver": solver, "controller": controller, "gradient": chosen}
+    return solve(func, y0, t, **how, args=args, params=params, jumps=jumps).y
 
 
 def odeint_adjoint(
@@ -89,13 +92,17 @@ def odeint_adjoint(
     adjoint_params: Iterable[Tensor] | None = None,
     args: tuple = (),
 ) -> Any:
-    """torchdiffeq's `odeint_adjoint`: `odeint` with the continuous adjoint. adjoint_options may say norm="seminorm"."""
+    """torchdiffeq's `odeint_adjoint`: `odeint` with the continuous adjoint. adjoint_options may say norm="seminorm".
+
+    f is one function: both solves know the jump_t of options and those of adjoint_options.
+    """
     differ = adjoint_method is not None and adjoint_method != method
     if adjoint_options is None and options and differ:
         raise InvalidOptionError(
             "options are those of `method`; with another adjoint_method give adjoint_options too, {} for none."
         )
     backward = dict(options or {}) if adjoint_options is None else dict(adjoint_options)
+    jumps = [*_popped_jumps(backward), *_popped_jumps(dict(options or {}))]
     seminorm = backward.get("norm") == "seminorm"
     if seminorm or adjoint_options is None:
         backward.pop("norm", None)
@@ -106,8 +113,14 @@ def odeint_adjoint(
     solver = _named(adjoint_method or method, SOLVERS, Solver, "method", rk.Dopri5())
     tolerances = rtol if adjoint_rtol is None else adjoint_rtol, atol if adjoint_atol is None else adjoint_atol
     gradient = Adjoint(solver, _controller(solver, *tolerances, backward), seminorm)
-    forward = {"rtol": rtol, "atol": atol, "method": method, "options": options}
+    forward = {"rtol": rtol, "atol": atol, "method": method, "options": {**(options or {}), "jump_t": jumps}}
     return odeint(func, y0, t, **forward, gradient=gradient, args=args, params=adjoint_params)
+
+
+def _popped_jumps(options: dict[str, Any]) -> list[float]:
+    """Take jump_t out of the options."""
+    jumps = options.pop("jump_t", None)
+    return [] if jumps is None else jump_times(jumps)
 
 
 def _named(value: Any, known: Mapping[str, Any], base: type, what: str, default: Any) -> Any:

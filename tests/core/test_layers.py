@@ -15,6 +15,7 @@ LAYERS = [  # a module may import those named before it
     "solution",
     "measure",
     "state.vectors",
+    "jumps",
     "state.base",
     "state.floats",
     "state.traced",
@@ -120,9 +121,9 @@ def test_imports_go_in_one_direction(path: Path):
 @pytest.mark.parametrize("path", SOURCES, ids=module)
 def test_the_core_needs_torch_and_the_standard_library_alone(path: Path):
     standard = {
-        "__future__", "abc", "argparse", "collections", "contextlib", "copy", "dataclasses", "functools", "gc", "html",
-        "importlib", "inspect", "itertools", "math", "pathlib", "re", "runpy", "struct", "sys", "textwrap", "threading",
-        "time", "types", "typing", "warnings", "weakref",
+        "__future__", "abc", "argparse", "bisect", "collections", "contextlib", "copy", "dataclasses", "functools",
+        "gc", "html", "importlib", "inspect", "itertools", "math", "pathlib", "re", "runpy", "struct", "sys",
+        "textwrap", "threading", "time", "types", "typing", "warnings", "weakref",
     }  # fmt: skip
     standard |= {"operator", "os"} if module(path) == "_torch" else set()
     for name in imports(path):

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from torchmali.field.evaluate import Field
+from torchmali.jumps import Jumps
 from torchmali.solvers.base import Attempt, InterpolatingSolver, Slope, Solver
 from torchmali.solvers.cotangent import accumulate
 from torchmali.solvers.interpolation import RecordedStages, chunks, interpolated
@@ -82,6 +83,8 @@ class Outputs(ABC):
     stops: bool = True  # steps end on every output time; else on the last one, and others are interpolated
     waiting: int = 1  # the first output that has not been recorded
     stop: int = 1  # the output on which steps end next
+    origin: int = 0  # the output on which a step ended last
+    jumps: Jumps | None = None  # steps end on those outputs, too, at which f jumps
     is_traced: bool = False  # y has a graph that the results must not lose (Naive)
 
     @abstractmethod
@@ -166,15 +169,30 @@ class Outputs(ABC):
         """A context around all calls of `pull`. t, z: those of the first output."""
         return nullcontext()
 
-    def begin(self, times: Sequence[Time], stops: bool, is_traced: bool) -> None:
+    def begin(self, times: Sequence[Time], stops: bool, is_traced: bool, jumps: Jumps | None = None) -> None:
         """Begin a solve. stops: whether steps end on every output time. is_traced: whether autograd follows it."""
-        self.times, self.stops, self.is_traced = times, stops, is_traced
-        self.waiting, self.stop = 1, 1 if stops else len(times) - 1
+        self.times, self.stops, self.is_traced, self.jumps = times, stops, is_traced, jumps
+        self.origin, self.waiting, self.stop = 0, 1, self._stop_from(1)
 
-    def ends(self, t1: Time) -> tuple[int, int]:
-        """The output times with which the ends of a step to t1 move (see tape.Step)."""
-        k0 = self.waiting - 1 if self.stops else 0
-        return k0, self.stop if t1 is self.times[self.stop] else k0
+    def _stop_from(self, k: int) -> int:
+        """Return the first output from the k-th on, on which steps end."""
+        times, end, jumps = self.times, len(self.times) - 1, self.jumps
+        if self.stops or k >= end:
+            return k
+        if jumps is None:
+            return end
+        # Times of each sample may repeat: the last one is the end of the step, the others lie inside.
+        ends = (i for i in range(k, end) if times[0] != times[i] != times[i + 1] and jumps.is_at(times[i]))
+        return next(ends, end)
+
+    def ends(self, t: Time, t1: Time) -> tuple[int | None, int | None]:
+        """The output times with which the ends of a step from t to t1 move (see tape.Step)."""
+        return self.moves_with(t), self.stop if t1 is self.times[self.stop] else self.moves_with(t1)
+
+    def moves_with(self, t: Time) -> int | None:
+        """The output time with which a point of the grid moves; None if that is a jump, which does not move."""
+        is_fixed = self.jumps is not None and self.jumps.was_passed(self.times[self.origin], t)
+        return None if is_fixed else self.origin
 
     def passes_over(self, t1: Time) -> bool:
         """Whether `accept` need not see a step to t1. An output that looks at every step returns False."""
@@ -194,7 +212,7 @@ class Outputs(ABC):
         if step.t1 is self.times[stop]:
             found.append(Output(stop))
             self.record(stop, self.times[stop], step.end.point)
-            self.waiting = self.stop = stop + 1
+            self.origin, self.waiting, self.stop = stop, stop + 1, self._stop_from(stop + 1)
         return found
 
     def _inside(self, stop: int, step: AcceptedStep) -> list[InnerOutput]:
@@ -212,10 +230,10 @@ class Outputs(ABC):
 
     def mark(self) -> Any:
         """How far the outputs have come, for `restore`."""
-        return self.waiting, self.stop, self.contents()
+        return self.origin, self.waiting, self.stop, self.contents()
 
     def restore(self, mark: Any) -> None:
-        self.waiting, self.stop, contents = mark
+        self.origin, self.waiting, self.stop, contents = mark
         self.restore_contents(contents)
 
 

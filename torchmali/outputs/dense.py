@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from torchmali.errors import InvalidTimesError
+from torchmali.jumps import Jumps
 from torchmali.outputs.base import AcceptedStep, InnerPulled, Outputs, Pulled
 from torchmali.outputs.stored import StoredOutputs
 from torchmali.solvers.dense import Interpolant
@@ -37,8 +38,8 @@ class DenseOutputs(StoredOutputs):
         self.grid: list[Time] = []  # the start of the first step, and the ends of all
         self.steps: list[list[Tensor]] = [[] for _ in range(n_leaves * (1 + len(self.used)))]
 
-    def begin(self, times: Sequence[Time], stops: bool, is_traced: bool) -> None:
-        super().begin(times, stops, is_traced)
+    def begin(self, times: Sequence[Time], stops: bool, is_traced: bool, jumps: Jumps | None = None) -> None:
+        super().begin(times, stops, is_traced, jumps)
         self.grid = [times[0]]
 
     def passes_over(self, t1: Time) -> bool:

@@ -10,6 +10,7 @@ GPUs (nccl); otherwise the processes run on the CPU (gloo).
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import time
 
@@ -76,6 +77,22 @@ def same_everywhere(model: nn.Module) -> bool:
     return bool(agrees)
 
 
+def run(options: argparse.Namespace, device: torch.device) -> None:
+    """Train in this process, one of the group."""
+    torch.manual_seed(options.seed)
+    model = DistributedDataParallel(classifier().to(device))
+    torch.manual_seed(options.seed + dist.get_rank())  # each process has its own dropout
+    digits = Digits(*(x.to(device) for x in read_digits()))
+    console, start = Console(highlight=False), time.perf_counter()
+    train(model, digits, options.epochs, options.batch, console)
+    if not same_everywhere(model):
+        raise RuntimeError("The processes ended with different weights.")
+    if dist.get_rank() == 0:
+        took = time.perf_counter() - start
+        console.print(f"processes: {dist.get_world_size()}, all with the same weights; {took:.0f} s")
+    dist.barrier()  # no process leaves while another one still waits for it
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epochs", type=int, default=12)
@@ -90,18 +107,9 @@ def main() -> None:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if has_gpu else "gloo")
     try:
-        torch.manual_seed(options.seed)
-        model = DistributedDataParallel(classifier().to(device))
-        torch.manual_seed(options.seed + dist.get_rank())  # each process has its own dropout
-        digits = Digits(*(x.to(device) for x in read_digits()))
-        console, start = Console(highlight=False), time.perf_counter()
-        train(model, digits, options.epochs, options.batch, console)
-        if not same_everywhere(model):
-            raise RuntimeError("The processes ended with different weights.")
-        if dist.get_rank() == 0:
-            took = time.perf_counter() - start
-            console.print(f"processes: {dist.get_world_size()}, all with the same weights; {took:.0f} s")
+        run(options, device)
     finally:
+        gc.collect()  # the model, which holds threads of the group
         dist.destroy_process_group()
 
 

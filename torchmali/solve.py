@@ -140,7 +140,7 @@ def solve(
     controller = controller.bind(structure)
     _warn_of_tolerance(controller, z0)
     t_out, times, t_moving, samples = _times_of(t, z0)
-    _check_sample_times(samples, solver, controller, gradient, observe or outputs or dense)
+    _check_sample_times(samples, solver, controller, gradient, (observe, outputs, dense or None))
     _warn_of_times(times, z0)
     no_jumps = isinstance(jumps, tuple) and not jumps
     found = None if no_jumps else checked_jumps(jumps, times, time_dtype(z0))
@@ -231,12 +231,12 @@ def _outputs_of(given: Outputs | None, observer: Observer | None, samples: Sampl
 
 
 def _check_sample_times(
-    samples: SampleTimes | None, solver: Solver, controller: StepController, gradient: GradientMethod, others: Any
+    samples: SampleTimes | None, solver: Solver, controller: StepController, gradient: GradientMethod, others: tuple
 ) -> None:
     """Raise if outputs at times of each sample's own are not possible."""
     if samples is None:
         return
-    if others:
+    if any(x is not None for x in others):
         raise IncompatibleError(
             "t of shape (times, samples) returns y at the times of each sample: leave observe=, outputs= and dense= "
             "out, and make the loss from y, which is nan where t is."

@@ -23,6 +23,7 @@ from torchmali.errors import (
     InvalidTimesError,
     warn,
 )
+from torchmali.events import EventFunctions, differentiable_root, events_of
 from torchmali.field.evaluate import Field
 from torchmali.field.randomness import Source
 from torchmali.gradients.base import GradientMethod, Problem, has_tangent
@@ -31,8 +32,9 @@ from torchmali.gradients.naive import Naive
 from torchmali.outputs.base import Outputs
 from torchmali.outputs.observed import ObservedOutputs, Observer
 from torchmali.outputs.stored import StoredOutputs
+from torchmali.outputs.until_event import Detector, EventOutputs
 from torchmali.solution import Solution
-from torchmali.solvers.base import Solver
+from torchmali.solvers.base import InterpolatingSolver, Solver
 from torchmali.solvers.leapfrog import ALF
 from torchmali.state.vectors import Tensors
 from torchmali.tree import Structure
@@ -67,6 +69,8 @@ def solve(
     buffers: str = "update",
     observe: Callable | None = None,
     outputs: Outputs | None = None,
+    event: Any = None,
+    on_no_event: str = "raise",
     return_code: bool = False,
     generator: Generator | None = None,
     randomness: str = "same",
@@ -93,6 +97,20 @@ def solve(
     outputs: an object that makes something else of the solution than y at all times (docs/extending.md). It is given in
     place of `observe`.
 
+    event: a function g(t, y, *args) that returns a tensor of any shape, an Event (which has a direction, or does not end
+    the solve), or a list of both. The solve ends where a component of g first changes its sign: at `event_t`, where y is
+    `event_y`. Both are differentiable, once, by everything that y is and by the parameters of g. `event_index` says
+    which event of the list it was, and which component of its flattened value. `t` and `y` are cut to the output times
+    up to event_t. `event_times` has for each event the times of its roots, without gradients. on_no_event: without
+    an event until t[-1], "raise" an EventNotFoundError, or "flag" it: event_t is None.
+
+    Signs of g are compared at the ends of each step and at four points inside it, and the root is found there to
+    round-off, on the interpolant of the step: f is not evaluated for it, unless the interpolant itself needs a stage
+    (three with Dopri8). Two roots between neighbouring points are not seen (docs/limits.md): use shorter steps. A g
+    that is zero at t[0] has the sign that it takes on after t[0]. g is one event for all samples of a batch. It must be
+    a plain function, without random numbers and without buffers that change. With `observe`, the sum is over the output
+    times up to the event, and y is event_y, as y[-1].
+
     return_code: also return the integer end state, `code`, from which `solve_back(func, code)` gets y0 to the last bit.
     """
     for name, value, base in (
@@ -106,6 +124,7 @@ def solve(
                 "controller=FixedStep(0.1), gradient=MALI(). (Names as strings are understood by odeint.)"
             )
     _check_outputs(outputs, observe)
+    _check_event(event, on_no_event, outputs, solver)
     gradient.check(solver, controller)
     if return_code and not gradient.on_integers:
         raise IncompatibleError(
@@ -127,7 +146,7 @@ def solve(
     )
     field = make_field(remembers=True)
     observer = None if observe is None else Observer(observe, z0, structure, source, looks_for_leaves)
-    _check_processes(field, observer, solver, controller, gradient)
+    _check_processes(field, observer, solver, controller, gradient, event)
     for function in (field, observer):
         if looks_for_leaves and function is not None and any(map(is_lazy, function.theta)):
             raise InvalidFieldError(
@@ -137,6 +156,9 @@ def solve(
         outputs = StoredOutputs(len(times)) if observer is None else ObservedOutputs(observer, len(times))
     else:
         outputs = outputs.again()  # the given object stays as it is
+    if event is not None:
+        functions = EventFunctions(events_of(event), field.time, structure, args)
+        outputs = EventOutputs(outputs, Detector(functions), len(z0))
     wants_t = t_out.requires_grad or has_tangent(t_out)
     problem = Problem(field, z0, times, t_out if wants_t else None, solver, controller, outputs, return_code)
     try:
@@ -149,7 +171,45 @@ def solve(
         results, stats, done = gradient.solve(replace(problem, field=make_field(), outputs=outputs))
     y, observed = outputs.solution(results)
     code = Code.of(done.state, done.tape, solver, structure, args) if return_code else None
-    return Solution(t_out, structure.rebuild(y), stats, observed, code)
+    solution = Solution(t_out, structure.rebuild(y), stats, observed, code)
+    if isinstance(outputs, EventOutputs):
+        return _with_event(solution, outputs, results, on_no_event)
+    return solution
+
+
+def _check_event(event: Any, on_no_event: str, outputs: Any, solver: Solver) -> None:
+    if on_no_event not in ("raise", "flag"):
+        raise InvalidOptionError(f'on_no_event={on_no_event!r}: "raise" (an error) or "flag" (event_t is None).')
+    if event is None:
+        return
+    events_of(event)
+    if not isinstance(solver, InterpolatingSolver):
+        raise IncompatibleError(
+            f"Events are found on the interpolant of a step, but {type(solver).__name__} has none. Use solver=ALF(), "
+            "ALF(order=4), Dopri5() or another Runge-Kutta solver."
+        )
+    if outputs is not None:
+        raise InvalidOptionError("outputs=... cannot end at an event=...: give one of the two, or observe=... .")
+
+
+def _with_event(solution: Solution, outputs: EventOutputs, results: Tensors, on_no_event: str) -> Solution:
+    """Return the solution with the event at which it ended."""
+    detector, t, root = outputs.detector, solution.t, outputs.root
+    assert detector is not None
+    functions = detector.functions
+    times = [torch.tensor(found, dtype=t.dtype, device=t.device) for found in detector.found]
+    if root is None or outputs.event_at is None:
+        if on_no_event == "raise" and any(event.terminal for event in functions.events):
+            detector.raise_for_none()
+        return solution._replace(event_times=times)
+    now = torch.tensor(root.t, dtype=t.dtype, device=t.device)
+    event_t, event_z = differentiable_root(root, now, results[-outputs.n_leaves :], functions)
+    event_y = functions.structure.rebuild(event_z)
+    y = solution.y if outputs.keeps_states else functions.structure.rebuild([z[None] for z in event_z])
+    index = root.event, root.component
+    return solution._replace(
+        t=t[: outputs.event_at], y=y, event_t=event_t, event_y=event_y, event_index=index, event_times=times
+    )
 
 
 def _check_outputs(outputs: Any, observe: Any) -> None:
@@ -164,11 +224,17 @@ def _check_outputs(outputs: Any, observe: Any) -> None:
 
 
 def _check_processes(
-    field: Field, observer: Observer | None, solver: Solver, controller: StepController, gradient: GradientMethod
+    field: Field,
+    observer: Observer | None,
+    solver: Solver,
+    controller: StepController,
+    gradient: GradientMethod,
+    event: Any,
 ) -> None:
     """Raise if processes that wait for each other could make different numbers of evaluations."""
     waits = field.environment.synchronises or (observer is not None and observer.environment.synchronises)
     parts = gradient.data_dependent_parts(solver, controller) if waits else []
+    parts += ["event=..."] if waits and event is not None else []
     if parts:
         raise IncompatibleError(
             "A SyncBatchNorm makes each evaluation wait for the same one in all processes, but with "

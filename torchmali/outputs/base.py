@@ -16,7 +16,7 @@ from torch import Tensor
 from torchmali.field.evaluate import Field
 from torchmali.solvers.base import Attempt, InterpolatingSolver, Slope, Solver
 from torchmali.solvers.cotangent import accumulate
-from torchmali.solvers.interpolation import chunks, interpolated
+from torchmali.solvers.interpolation import chunks, interpolated, slope_inside
 from torchmali.state.base import State
 from torchmali.state.vectors import Tensors, Time
 from torchmali.tape import InnerOutput, Output
@@ -33,12 +33,25 @@ class AcceptedStep:
         self.carry = attempt.carry  # f(t1, z1), if it is known
         self._stages: Sequence[Tensors] = ()
 
-    def at(self, times: Sequence[Time]) -> Tensors:
-        """z at times inside the step, from the solver's interpolant, in leaves of shape (len(times), ...)."""
+    @property
+    def stages(self) -> Sequence[Tensors]:
+        """The slopes to which the interpolant gives weights. Those that the step lacks are evaluated once."""
         assert isinstance(self.solver, InterpolatingSolver)
         if not self._stages:
             self._stages, self.carry = self.solver.inner_stages(self.f, self.t0, self.t1, self.before, self.attempt)
-        return interpolated(self.solver.interpolant, self.before.point, self.t0, self.t1, times, self._stages)
+        return self._stages
+
+    def at(self, times: Sequence[Time]) -> Tensors:
+        """z at times inside the step, from the solver's interpolant, in leaves of shape (len(times), ...)."""
+        stages = self.stages
+        assert isinstance(self.solver, InterpolatingSolver)
+        return interpolated(self.solver.interpolant, self.before.point, self.t0, self.t1, times, stages)
+
+    def slope_at(self, t: float) -> Tensors:
+        """dz/dt at a time inside the step, along the solver's interpolant."""
+        stages = self.stages
+        assert isinstance(self.solver, InterpolatingSolver)
+        return slope_inside(self.solver.interpolant, self.t0, self.t1, t, stages)
 
 
 class Pulled(NamedTuple):
@@ -72,6 +85,8 @@ class Outputs(ABC):
     stops: bool = True  # steps end on every output time; else on the last one, and others are interpolated
     waiting: int = 1  # the first output that has not been recorded
     stop: int = 1  # the output on which steps end next
+    event_at: int | None = None  # the output that is an event, at which the solve ended (see outputs/until_event.py)
+    looks_at_steps: bool = False  # every accepted step is looked at, so that its numbers have to be in range
     is_traced: bool = False  # y has a graph that the results must not lose (Naive)
 
     @abstractmethod
@@ -108,6 +123,14 @@ class Outputs(ABC):
     def solution(self, results: Tensors) -> tuple[Tensors, Tensor | None]:
         """What `Solution` holds: the leaves of y, and what was observed."""
         return results, None
+
+    def backward_states(self, results: Tensors, end: Tensors) -> Tensors:
+        """y at the outputs from the last of which a second solve can go back, time first; end: the state at the end."""
+        return results if self.keeps_states else tuple(z[None] for z in end)
+
+    def of_given_times(self, per_time: Sequence[Any]) -> list[Any]:
+        """Of numbers for all output times, those for the times that the solve was given: all but that of an event."""
+        return [x for k, x in enumerate(per_time) if k != self.event_at]
 
     def contents(self) -> Any:
         """What has been recorded so far, for `restore_contents`."""

@@ -1,7 +1,7 @@
 """Events: functions g(t, y) whose zeros are looked for during a solve, and their derivatives.
 
-The event time t* solves G(t*, p) = g(t*, y(t*; p)) = 0, where y is the interpolant of the step. By the implicit function
-theorem, with y' = dy/dt along the interpolant,
+The event time t* solves G(t*, p) = g(t*, y(t*; p)) = 0, where y is the interpolant of the step. By the implicit
+function theorem, with y' = dy/dt along the interpolant,
 
     dt*/dp = -(dG/dp at fixed t*) / (g_t + g_y y')          d/dp y(t*) = dy/dp at fixed t* + y' dt*/dp
 """

@@ -97,18 +97,18 @@ def solve(
     outputs: an object that makes something else of the solution than y at all times (docs/extending.md). It is given in
     place of `observe`.
 
-    event: a function g(t, y, *args) that returns a tensor of any shape, an Event (which has a direction, or does not end
-    the solve), or a list of both. The solve ends where a component of g first changes its sign: at `event_t`, where y is
-    `event_y`. Both are differentiable, once, by everything that y is and by the parameters of g. `event_index` says
+    event: a function g(t, y, *args) that returns a tensor of any shape, an Event (which may have a direction, or let the
+    solve go on), or a list of both. The solve ends where a component of g first changes its sign: at `event_t`, where
+    y is `event_y`. Both have first derivatives by everything that y has, and by the parameters of g. `event_index` says
     which event of the list it was, and which component of its flattened value. `t` and `y` are cut to the output times
-    up to event_t. `event_times` has for each event the times of its roots, without gradients. on_no_event: without
-    an event until t[-1], "raise" an EventNotFoundError, or "flag" it: event_t is None.
+    up to event_t. `event_times` has for each event the times of its roots, without gradients. on_no_event: without an
+    event until t[-1], "raise" an EventNotFoundError, or "flag" it: event_t is None.
 
     Signs of g are compared at the ends of each step and at four points inside it, and the root is found there to
     round-off, on the interpolant of the step: f is not evaluated for it, unless the interpolant itself needs a stage
-    (three with Dopri8). Two roots between neighbouring points are not seen (docs/limits.md): use shorter steps. A g
-    that is zero at t[0] has the sign that it takes on after t[0]. g is one event for all samples of a batch. It must be
-    a plain function, without random numbers and without buffers that change. With `observe`, the sum is over the output
+    (three with Dopri8). Two roots between neighbouring points are not seen (docs/limits.md): use shorter steps. If g is
+    zero at t[0], the sign that it takes on after t[0] counts. g is one event for all samples of a batch. It must be a
+    plain function, without random numbers and without buffers that change. With `observe`, the sum is over the output
     times up to the event, and y is event_y, as y[-1].
 
     return_code: also return the integer end state, `code`, from which `solve_back(func, code)` gets y0 to the last bit.
@@ -152,10 +152,7 @@ def solve(
             raise InvalidFieldError(
                 "f has parameters without a shape yet, of a lazy module: call f once, with y0, before the first solve."
             )
-    if outputs is None:
-        outputs = StoredOutputs(len(times)) if observer is None else ObservedOutputs(observer, len(times))
-    else:
-        outputs = outputs.again()  # the given object stays as it is
+    outputs = _fresh_outputs(outputs, observer, len(times))
     if event is not None:
         functions = EventFunctions(events_of(event), field.time, structure, args)
         outputs = EventOutputs(outputs, Detector(functions), len(z0))
@@ -172,9 +169,13 @@ def solve(
     y, observed = outputs.solution(results)
     code = Code.of(done.state, done.tape, solver, structure, args) if return_code else None
     solution = Solution(t_out, structure.rebuild(y), stats, observed, code)
-    if isinstance(outputs, EventOutputs):
-        return _with_event(solution, outputs, results, on_no_event)
-    return solution
+    return _with_event(solution, outputs, results, on_no_event)
+
+
+def _fresh_outputs(outputs: Outputs | None, observer: Observer | None, n: int) -> Outputs:
+    if outputs is not None:
+        return outputs.again()  # the given object stays as it is
+    return StoredOutputs(n) if observer is None else ObservedOutputs(observer, n)
 
 
 def _check_event(event: Any, on_no_event: str, outputs: Any, solver: Solver) -> None:
@@ -192,8 +193,10 @@ def _check_event(event: Any, on_no_event: str, outputs: Any, solver: Solver) -> 
         raise InvalidOptionError("outputs=... cannot end at an event=...: give one of the two, or observe=... .")
 
 
-def _with_event(solution: Solution, outputs: EventOutputs, results: Tensors, on_no_event: str) -> Solution:
-    """Return the solution with the event at which it ended."""
+def _with_event(solution: Solution, outputs: Outputs, results: Tensors, on_no_event: str) -> Solution:
+    """Return the solution with the event at which it ended, if events were looked for."""
+    if not isinstance(outputs, EventOutputs):
+        return solution
     detector, t, root = outputs.detector, solution.t, outputs.root
     assert detector is not None
     functions = detector.functions

@@ -61,7 +61,7 @@ from torchmali.solvers.runge_kutta import (
     Tableau,
     Tsit5,
 )
-from torchmali.torchdiffeq import odeint, odeint_adjoint
+from torchmali.torchdiffeq import odeint, odeint_adjoint, odeint_event
 
 __version__ = "0.1.0.dev0"
 
@@ -121,6 +121,7 @@ __all__ = [
     "audit",
     "odeint",
     "odeint_adjoint",
+    "odeint_event",
     "rms_norm",
     "solve",
     "solve_back",

@@ -52,10 +52,10 @@ class Solution(NamedTuple):
     stats: Stats
     observed: Any = None  # the sum of what `observe` returned; y is then at t[-1:] only
     code: Any = None  # with return_code=True: a Code
-    event_t: Tensor | None = None  # with event=...: the time at which the solve ended, 0-d, differentiable
+    event_t: Any = None  # with event=...: the time at which the solve ended, 0-d, differentiable
     event_y: Any = None  # y there, with y0's structure and shapes, differentiable
-    event_index: tuple[int, int] | None = None  # which event of the list, which component of its flattened value
-    event_times: list[Tensor] | None = None  # for each event its roots, those of terminal=False too; without gradients
+    event_index: Any = None  # (which event of the list, which component of its flattened value)
+    event_times: Any = None  # for each event its roots, those of terminal=False too; without gradients
 
     def __repr__(self) -> str:
         """Shapes instead of values: Solution(y: (3, 128, 2), 3 times from 0 to 1, 20 steps)."""

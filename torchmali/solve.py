@@ -97,9 +97,9 @@ def solve(
     outputs: an object that makes something else of the solution than y at all times (docs/extending.md). It is given in
     place of `observe`.
 
-    event: a function g(t, y, *args) that returns a tensor of any shape, an Event (which may have a direction, or let the
-    solve go on), or a list of both. The solve ends where a component of g first changes its sign: at `event_t`, where
-    y is `event_y`. Both have first derivatives by everything that y has, and by the parameters of g. `event_index` says
+    event: a function g(t, y, *args) that returns a tensor of any shape, an Event (which may have a direction, or let
+    the solve go on), or a list of both. The solve ends where a component of g first changes its sign: at `event_t`; y
+    there is `event_y`. Both have first derivatives by all that y has, and by the parameters of g. `event_index` says
     which event of the list it was, and which component of its flattened value. `t` and `y` are cut to the output times
     up to event_t. `event_times` has for each event the times of its roots, without gradients. on_no_event: without an
     event until t[-1], "raise" an EventNotFoundError, or "flag" it: event_t is None.

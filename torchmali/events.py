@@ -70,7 +70,7 @@ class Root(NamedTuple):
     event: int  # position in the list of events
     component: int  # position in the flattened value of its function
     slope: Tensors  # dy/dt along the interpolant
-    size: float  # the largest |g| seen in the step, over the time of the step
+    steepness: float  # |dg/dt|, as a mean between the root and the last point at which g was looked at
 
 
 class EventFunctions:
@@ -182,7 +182,7 @@ class _RootTime(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, t: Tensor, slope: Tensor, root: Root) -> Tensor:
         ctx.save_for_backward(value, slope)
-        ctx.root = root.t, root.event, root.component, root.size
+        ctx.root = root.t, root.event, root.component, root.steepness
         return t.clone()
 
     @staticmethod
@@ -193,13 +193,14 @@ class _RootTime(torch.autograd.Function):
                 "Event times and the states there have first derivatives only, but backward was called with "
                 "create_graph=True."
             )
-        t, event, component, size = ctx.root
+        t, event, component, usual = ctx.root
         steepness = abs(slope.item())
-        # A root is known to about eps size / steepness. Where g is as flat as below, its slope changes over that time.
-        if not steepness > 8 * math.sqrt(torch.finfo(value.dtype).eps) * size:
+        # Round-off moves a root by about eps usual / steepness of the time since the last point. Where g is as flat as
+        # below, it is another slope there.
+        if not steepness > 8 * math.sqrt(torch.finfo(value.dtype).eps) * usual:
             raise GrazingEventError(
-                f"Component {component} of event {event} only touches zero at t = {t:.6g}: it moves by {steepness:.2g} "
-                f"per unit of time there, {size:.2g} elsewhere in the step, so that the event time has no derivative. "
+                f"Component {component} of event {event} only touches zero at t = {t:.6g}: it changes by {steepness:.2g} "
+                f"per unit of time there, and by {usual:.2g} just before, so that the event time has no derivative. "
                 "Use a function that passes through zero, or detach event_t and event_y."
             )
         return -(grad.to(slope) / slope).to(value), None, None, None

@@ -46,17 +46,19 @@ class Detector:
     def look(self, step: AcceptedStep) -> Root | None:
         """Record the roots in a step; return the first one of a terminal event."""
         t0, t1 = number(step.t0), number(step.t1)
+        if t0 == t1:  # too short to move the time
+            return None
         times = [*[t0 + x * (t1 - t0) for x in POINTS], t1]
         rows = self.functions.values(times, step.at(times))
         if not self.signs:
             self._begin(t0, step.before.point, rows)
-        first, a = self.before, t0
+        a = t0
         for b, values in zip(times, rows, strict=True):
             root = self._between(step, a, b, values)
             if root is not None:
                 t, i = root
-                size = max(abs(row[i]) for row in (first, *rows)) / abs(t1 - t0)
-                return Root(t, *self.functions.owner(i), step.slope_at(t), size)
+                steepness = 0.0 if t == a else abs(self.before[i]) / abs(t - a)
+                return Root(t, *self.functions.owner(i), step.slope_at(t), steepness)
             self.signs = [_sign(x) for x in values]
             a, self.before = b, values
         self.t = t1

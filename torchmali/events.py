@@ -199,8 +199,8 @@ class _RootTime(torch.autograd.Function):
         # below, it is another slope there.
         if not steepness > 8 * math.sqrt(torch.finfo(value.dtype).eps) * usual:
             raise GrazingEventError(
-                f"Component {component} of event {event} only touches zero at t = {t:.6g}: it changes by {steepness:.2g} "
-                f"per unit of time there, and by {usual:.2g} just before, so that the event time has no derivative. "
+                f"Component {component} of event {event} only touches zero at t = {t:.6g}: its slope in time is "
+                f"{steepness:.2g} there, {usual:.2g} just before, so that the event time has no derivative. "
                 "Use a function that passes through zero, or detach event_t and event_y."
             )
         return -(grad.to(slope) / slope).to(value), None, None, None

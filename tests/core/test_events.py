@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,9 @@ import torchdiffeq
 from torch import Tensor, nn
 
 import torchmali as tm
+from examples import bouncing_ball
 from torchmali.events import first_root
+from torchmali.measure import peak_bytes
 
 GRAVITY = 9.81
 ALF, RK4, FIXED = tm.ALF(), tm.RK4(), tm.FixedStep(0.3)
@@ -439,6 +442,36 @@ def test_roots_are_found_to_round_off_in_few_evaluations(phi: Any, wanted: float
 
     root = first_root(counted, 0.0, 3.0, phi(0.0), phi(3.0))
     assert abs(root - wanted) <= 4 * math.ulp(wanted) and n < 70
+
+
+def test_the_elasticity_of_a_ball_is_learned_from_the_time_of_a_bounce(tmp_path: Path):
+    found = bouncing_ball.main(["--bounces", "3", "--iterations", "6", "--out", str(tmp_path)])
+    assert abs(found[-1].elasticity - bouncing_ball.TRUTH) < 1e-12
+    assert (tmp_path / "bouncing_ball.png").stat().st_size > 10_000
+
+
+def test_the_code_of_a_solve_with_an_event_leads_back_to_the_start():
+    y0 = double(1.0, 0.1)
+    method = tm.MALI(exact=True), ALF, tm.FixedStep(0.1)
+    solution = solve(pendulum, y0, [0.0, 0.7, 5.0], height, method, return_code=True)
+    assert torch.equal(tm.solve_back(pendulum, solution.code), y0)
+
+
+def test_memory_of_mali_does_not_grow_with_the_number_of_steps_to_an_event():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)).double()
+
+    def peak(h: float) -> int:
+        f, y0 = lambda t, y: 0.1 * net(y), torch.ones(32, 64, dtype=torch.float64)
+
+        def run() -> None:
+            method = tm.MALI(), ALF, tm.FixedStep(h)
+            s = solve(f, y0, [0.0, 9.0], lambda t, y: t - 1 + 1e-3 * y.mean(), method, params=list(net.parameters()))
+            (s.event_t + s.event_y.sum()).backward()
+
+        return peak_bytes(run)
+
+    assert peak(0.02) < 1.05 * peak(0.2)
 
 
 # torchdiffeq's call.

@@ -136,6 +136,7 @@ def test_an_f_that_needs_care_is_not_remembered(net, y0):
 
 
 def test_behaviours_die_with_their_function(net, y0):
+    gc.collect()  # functions of earlier tests
     n = len(behaviour._behaviours)
     f = Net().double()
     tm.solve(f, y0, TIMES, controller=STEPS)

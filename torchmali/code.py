@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from torchmali._torch import tree_map
+from torchmali.copies import copied
 from torchmali.errors import NonRepeatableFieldError
 from torchmali.field.environment import in_forward_pass
 from torchmali.field.evaluate import Field
+from torchmali.jumps import Jumps
 from torchmali.solvers.base import Solver
 from torchmali.solvers.leapfrog import Leapfrog
 from torchmali.state.base import Snapshot, State
@@ -36,28 +38,34 @@ class Code:
     solver: Leapfrog
     structure: Structure
     args: tuple
+    jumps: Jumps | None = None
 
     @staticmethod
-    def of(end: State, tape: Tape, solver: Solver, structure: Structure, args: tuple) -> Code:
+    def of(
+        end: State, tape: Tape, solver: Solver, structure: Structure, args: tuple, jumps: Jumps | None = None
+    ) -> Code:
         assert isinstance(end, FixedPoint) and isinstance(solver, Leapfrog)
         args = tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, args)
         checkpoints = {event.before for event in tape.events if isinstance(event, Step)}
         events = [event._replace(before=None) if isinstance(event, Step) else event for event in tape.events]
         kept = [Snapshot((), None) if i in checkpoints else snapshot for i, snapshot in enumerate(tape.kept)]
         (start,) = (event for event in tape.events if isinstance(event, Start))
-        return Code(number(start.t), end.snapshot(), events, kept, solver, structure, args)
+        return Code(number(start.t), end.snapshot(), events, kept, solver, structure, args, jumps)
 
     def start(self, func: Callable) -> FixedPoint:
         """Rebuild the state at the start."""
         end = FixedPoint.restore(self.end)
         # Rebuilding the start must leave f's buffers as they are.
-        f = Field(func, end.point, self.structure, self.args, [], buffers="freeze")
+        jumps = None if self.jumps is None else copied(self.jumps)
+        f = Field(func, end.point, self.structure, self.args, [], buffers="freeze", jumps=jumps)
 
         def undo_step(step: Step, state: FixedPoint) -> State:
+            f.enter(step.t0, step.t1)
             return self.solver.inverse(f.as_in_backward, step.t0, step.t1, state)
 
         def run() -> tuple[FixedPoint, Any]:
             start = rewind(self.events, self.kept, end, undo_step)
+            # The first step was the last to be undone: f is still evaluated on its side of a jump at t0.
             return start, self.solver.refreshed(f.as_in_backward, self.t0, start)
 
         with torch.no_grad():

@@ -25,6 +25,7 @@ from torchmali._torch import (
     foreach_sub,
 )
 from torchmali.errors import IncompatibleError, InvalidOptionError, NonFiniteError, StepLimitError, StepUnderflowError
+from torchmali.jumps import Jumps
 from torchmali.solution import short_repr
 from torchmali.solvers.base import Attempt, InterpolatingSolver, Slope, Solver
 from torchmali.state.base import State
@@ -66,6 +67,7 @@ class SolveStart(NamedTuple):
     state: State
     carry: Tensors | None
     through_search: bool  # keep the choice of h in the graph
+    first_jump: float | None = None  # the first time after t0 at which f jumps: up to there f may be evaluated
 
 
 class ControllerState(ABC):
@@ -122,6 +124,16 @@ class StepController(ABC):
         """The number of steps of a solve over these times; None if it is not known in advance."""
         return None
 
+    def n_steps_with_jumps(self, solver: Solver, times: list[float], jumps: Jumps | None) -> int | None:
+        """The number of steps of a solve over these times whose steps end on each jump; None if it is not known."""
+        if jumps is None:
+            return self.n_steps(times)
+        if self.ends_on_outputs(solver):
+            return self.n_steps(jumps.merged_with(times))
+        ends = jumps.merged_with([times[0], *filter(jumps.is_at, times[1:-1]), times[-1]])
+        counts = [self.n_steps([a, b]) for a, b in pairwise(ends)]
+        return None if None in counts else sum(n for n in counts if n is not None)
+
     def bind(self, structure: Structure) -> StepController:
         """Return this controller for a state of this structure."""
         return self
@@ -135,8 +147,9 @@ class StepController(ABC):
 class FixedStep(StepController):
     """Steps of size h from each output time; the last one is shortened to end on the next output time.
 
-    FixedStep(math.inf) takes one step per output interval. land=False: steps of size h from the first time on, of which
-    the last one is shortened; outputs inside steps are read from the solver's interpolant.
+    At jumps (see `solve`) steps end and begin as at output times. FixedStep(math.inf) takes one step per output
+    interval. land=False: steps of size h from the first time (or jump) on, of which the last one is shortened; outputs
+    inside steps are read from the solver's interpolant.
     """
 
     h: float
@@ -201,7 +214,7 @@ class AdaptiveStep(StepController):
     min_factor, max_factor: limits of the change of h from one attempt to the next. beta > 0: a PI controller, h <- h
     safety r^-((1 - 3/4 beta)/q) r_before^(beta/q), which changes h more smoothly (try 0.4). max_steps: attempts in one
     solve, not counting steps cut short by output times. land: end steps on output times although the solver can
-    interpolate.
+    interpolate. Behind a jump (see `solve`) the controller goes on with the h that it had.
     """
 
     rtol: Any = 1e-3
@@ -315,7 +328,8 @@ class AdaptiveStepState(AdaptiveControllerState):
     @torch.no_grad()
     def _first_step(self, start: SolveStart) -> float:
         """Choose the first step as in Hairer, Norsett, Wanner (1993), II.4: its error is to be 1 % of the tolerance."""
-        span, z0 = number(start.t_end - start.t0), start.state.point
+        end, z0 = start.t_end if start.first_jump is None else start.first_jump, start.state.point
+        span = number(end - start.t0)
         f0 = start.solver.first_slope(start.f, start.t0, start.state, start.carry)
         d0, d1 = torch.stack([self._scaled(z0, z0, z0), self._scaled(f0, z0, z0)]).tolist()
         size = 0.01 * d0 / d1 if d0 > 1e-5 and 1e-5 < d1 < math.inf else 1e-6

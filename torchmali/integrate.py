@@ -9,6 +9,7 @@ import torch
 
 from torchmali.controllers import StepController
 from torchmali.errors import NonFiniteError, warn
+from torchmali.jumps import Jumps
 from torchmali.loop.base import Integration, Job, SideEffects
 from torchmali.loop.fixed_point import FixedPointLoop
 from torchmali.loop.floats import FloatLoop
@@ -32,18 +33,22 @@ def integrate(
     tape: Tape | None = None,
     side_effects: SideEffects | None = None,
     through_search: bool = False,
+    jumps: Jumps | None = None,
     warns: bool = True,
 ) -> Integration:
     """Solve from times[0] to times[-1]; returns the end state and the tape (the given one, filled).
 
     arithmetic: Floats, Traced, or a FixedPointArithmetic. through_search: keep the choice of h in the graph. warns: of
-    a solution that alternates, if it was seen too late for a refresh.
+    a solution that alternates, if it was seen too late for a refresh. jumps: times at which f is discontinuous, the
+    object by which f limits its times.
 
     The end state is tested for finiteness. If it is not finite, the solve is repeated to say where it stopped being so,
     so that the loop itself need not look.
     """
     effects = side_effects or SideEffects()
-    job = Job(f, times, solver, controller, outputs or NoOutputs(), tape or Tape(), effects, through_search)
+    job = Job(
+        f, times, solver, controller, outputs or NoOutputs(), tape or Tape(), effects, through_search, False, jumps
+    )
     loop = FixedPointLoop(job) if isinstance(arithmetic, FixedPointArithmetic) else FloatLoop(job)
     done = loop.run(z0, arithmetic)
     if loop.alternated_at_the_end and warns:
@@ -51,9 +56,8 @@ def integrate(
     if first_non_finite(done.state.point) is not None:
         with torch.no_grad():
             plain = [number(t) for t in times]
-            FloatLoop(Job(f, plain, solver, controller, NoOutputs(), Tape(), SideEffects(), locate=True)).run(
-                z0, Floats
-            )
+            job = Job(f, plain, solver, controller, NoOutputs(), Tape(), SideEffects(), locate=True, jumps=jumps)
+            FloatLoop(job).run(z0, Floats)
         raise NonFiniteError("The solution is not finite, but a repetition of the same solve is: f is not repeatable.")
     return done
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from torchmali.errors import IncompatibleError
 from torchmali.tree import Structure
 
 TELL_LIMIT = 1e-3  # a gradient wrong by more than about this is warned about
@@ -52,20 +53,41 @@ class Solution(NamedTuple):
     stats: Stats
     observed: Any = None  # the sum of what `observe` returned; y is then at t[-1:] only
     code: Any = None  # with return_code=True: a Code
+    dense: Any = None  # with dense=True: the solution as a function of time
     event_t: Any = None  # with event=...: the time at which the solve ended, 0-d, differentiable
     event_y: Any = None  # y there, with y0's structure and shapes, differentiable
     event_index: Any = None  # (which event of the list, which component of its flattened value)
     event_times: Any = None  # for each event its roots, those of terminal=False too; without gradients
 
+    def __call__(self, t: Any, derivative: bool = False) -> Any:
+        """Return y at any time between t[0] and t[-1] (dense=True), differentiable.
+
+        t: a number or a tensor of any shape; a leaf of the result has shape (*t.shape, *leaf.shape). derivative: return
+        dy/dt of the interpolant; where two steps meet, it is that of the step which begins there. t may require a
+        gradient. The host reads it, so that a tensor on a device is waited for.
+        """
+        if self.dense is None:
+            raise IncompatibleError(
+                "This solution holds y at its times t alone. For y at other times, give these in t=, or use "
+                "solve(..., dense=True)."
+            )
+        return self.dense(t, derivative)
+
     def __repr__(self) -> str:
         """Shapes instead of values: Solution(y: (3, 128, 2), 3 times from 0 to 1, 20 steps)."""
-        n = len(self.t)
-        ends = " from {:g} to {:g}".format(*self.t.detach()[[0, -1]].tolist()) if n else ""
+        n, numbers = len(self.t), self.t.detach()[~self.t.detach().isnan()]
+        ends = f" from {self.t.detach().reshape(-1)[0]:g} to {_furthest(numbers):g}" if n else ""
         parts = [f"y: {_shapes(self.y)}", f"{n} times{ends}", f"{self.stats.n_steps} steps"]
         for name, value in (("observed", self.observed), ("code", self.code)):
             parts += [] if value is None else [f"{name}: {_shapes(value)}"]
+        parts += [] if self.dense is None else ["dense"]
         parts += [] if self.event_t is None else [f"event at {self.event_t.item():.6g}"]
         return f"Solution({', '.join(parts)})"
+
+
+def _furthest(t: Tensor) -> float:
+    """The time that is furthest from the first one."""
+    return t[(t - t[0]).abs().argmax()].item()
 
 
 def _shapes(tree: Any) -> str:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Generator, Tensor
@@ -24,13 +24,17 @@ from torchmali.errors import (
     warn,
 )
 from torchmali.events import EventFunctions, differentiable_root, events_of
-from torchmali.field.evaluate import Field
+from torchmali.field.evaluate import Field, time_dtype
 from torchmali.field.randomness import Source
+from torchmali.gradients.adjoint import Adjoint
 from torchmali.gradients.base import GradientMethod, Problem, has_tangent
 from torchmali.gradients.mali import MALI
 from torchmali.gradients.naive import Naive
+from torchmali.jumps import checked_jumps
 from torchmali.outputs.base import Outputs
+from torchmali.outputs.dense import DenseOutputs
 from torchmali.outputs.observed import ObservedOutputs, Observer
+from torchmali.outputs.per_sample import SampleOutputs, SampleTimes
 from torchmali.outputs.stored import StoredOutputs
 from torchmali.outputs.until_event import Detector, EventOutputs
 from torchmali.solution import Solution
@@ -72,14 +76,20 @@ def solve(
     event: Any = None,
     on_no_event: str = "raise",
     return_code: bool = False,
+    dense: bool = False,
     generator: Generator | None = None,
     randomness: str = "same",
+    jumps: Sequence[float] | Tensor = (),
 ) -> Solution:
     """Solve dy/dt = func(t, y, *args) from y(t[0]) = y0 and return y at all times t, differentiable.
 
-    y0: a tensor, or any nested tuple, list or dict of float32 or float64 tensors; func returns the same structure. t:
-    two or more times, increasing or decreasing. Gradients flow to y0, to the tensors in args, to t, and to the
-    parameters found in func (modules, bound methods, partials, closures), or to those listed in `params`.
+    y0: a tensor, or any nested tuple, list or dict of float32 or float64 tensors; func returns the same structure.
+    Gradients flow to y0, to the tensors in args, to t, and to the parameters found in func (modules, bound methods,
+    partials, closures), or to those listed in `params`.
+
+    t: two or more times, increasing or decreasing. A tensor of shape (times, samples) gives each sample of the batch
+    (dimension 0 of every leaf of y0) output times of its own, nan where it has none; t[0] is the common start. All
+    samples share one grid of steps, and y has leaves of shape (times, samples, ...), nan where t is.
 
     f runs under the autocast that is on around this call, in the backward pass too. buffers: "update" lets each
     evaluation of an accepted step update the running statistics of modules in f, "freeze" none.
@@ -109,22 +119,26 @@ def solve(
     (three with Dopri8). Two roots between neighbouring points are not seen (docs/limits.md): use shorter steps. If g is
     zero at t[0], the sign that it takes on after t[0] counts. g is one event for all samples of a batch. It must be a
     plain function, without random numbers and without buffers that change. With `observe`, the sum is over the output
-    times up to the event, and y is event_y, as y[-1].
+    times up to the event, and y is event_y, as y[-1]. Events go with `jumps`, not with `dense` or times of each sample.
+
+    jumps: times at which f, not y, is discontinuous, in any order. Steps end on each of them, and f is evaluated on the
+    side on which the step lies, whatever its value at the jump itself; behind a jump no slope from before it is used
+    (leapfrogs evaluate f once more there, and keep one state where a backward pass follows). Jumps get no gradient. An
+    output time at a jump gets that of the two moving together.
 
     return_code: also return the integer end state, `code`, from which `solve_back(func, code)` gets y0 to the last bit.
+
+    dense: the solution can be called, `solution(t)`, for y at any time between t[0] and t[-1], from the interpolant of
+    the step that holds it, and `solution(t, derivative=True)` for dy/dt. The steps are those of a solve without it;
+    Dopri8 takes four evaluations more in each, a method whose interpolant needs the slope at the end one more in all.
+    Memory: for every step one state and all stages to which the interpolant gives a weight (2 for ALF, 6 for Dopri5),
+    and what the gradient method keeps besides. Gradients of solution(t) flow wherever those of y do, and to the t that
+    it is given, with gradient=ACA() and Naive(). Other methods give values only, where no gradient is wanted.
     """
-    for name, value, base in (
-        ("solver", solver, Solver),
-        ("controller", controller, StepController),
-        ("gradient", gradient, GradientMethod),
-    ):
-        if not isinstance(value, base):
-            raise InvalidOptionError(
-                f"{name}={value!r} is not a {base.__name__}: give an object such as solver=ALF(), "
-                "controller=FixedStep(0.1), gradient=MALI(). (Names as strings are understood by odeint.)"
-            )
+    _check_parts(solver, controller, gradient)
     _check_outputs(outputs, observe)
-    _check_event(event, on_no_event, outputs, solver)
+    _check_event(event, on_no_event, solver, outputs, dense)
+    _check_dense(dense, solver, outputs, observe)
     gradient.check(solver, controller)
     if return_code and not gradient.on_integers:
         raise IncompatibleError(
@@ -135,8 +149,11 @@ def solve(
     z0 = _checked_state(tuple(_dense(_uncast(z)) for z in structure.flatten(y0)))
     controller = controller.bind(structure)
     _warn_of_tolerance(controller, z0)
-    t_out, times = _checked_times(t)
+    t_out, times, t_moving, samples = _times_of(t, z0)
+    _check_sample_times(samples, solver, controller, gradient, observe or outputs or dense or event)
     _warn_of_times(times, z0)
+    no_jumps = isinstance(jumps, tuple) and not jumps
+    found = None if no_jumps else checked_jumps(jumps, times, time_dtype(z0))
     got = type(args).__name__
     if not isinstance(args, tuple):
         raise InvalidOptionError(f"args must be a tuple of further arguments of f, as in args=(x,); got a {got}.")
@@ -144,7 +161,7 @@ def solve(
     make_field = functools.partial(
         Field, func, z0, structure, args, params, buffers, source, looks_for_leaves, gradient.compares_first_value
     )
-    field = make_field(remembers=True)
+    field = make_field(remembers=True, jumps=found)
     observer = None if observe is None else Observer(observe, z0, structure, source, looks_for_leaves)
     _check_processes(field, observer, solver, controller, gradient, event)
     for function in (field, observer):
@@ -152,12 +169,13 @@ def solve(
             raise InvalidFieldError(
                 "f has parameters without a shape yet, of a lazy module: call f once, with y0, before the first solve."
             )
-    outputs = _fresh_outputs(outputs, observer, len(times))
-    if event is not None:
-        functions = EventFunctions(events_of(event), field.time, structure, args)
-        outputs = EventOutputs(outputs, Detector(functions), len(z0))
-    wants_t = t_out.requires_grad or has_tangent(t_out)
-    problem = Problem(field, z0, times, t_out if wants_t else None, solver, controller, outputs, return_code)
+    wants_t = t_moving.requires_grad or has_tangent(t_moving)
+    if dense and isinstance(solver, InterpolatingSolver):
+        outputs = DenseOutputs(len(times), len(z0), solver.interpolant, wants_t)
+    functions = None if event is None else EventFunctions(events_of(event), field.scalar, structure, args)
+    outputs = _outputs_of(outputs, observer, samples, functions, len(times))
+    problem = Problem(field, z0, times, t_moving if wants_t else None, solver, controller, outputs, return_code)
+    _check_gradient_of_dense(dense, problem, gradient)
     try:
         results, stats, done = gradient.solve(problem)
     except Exception as error:
@@ -165,20 +183,28 @@ def solve(
             raise
         # f has changed since its behaviour was remembered: it is looked at again.
         outputs = outputs.again()
-        results, stats, done = gradient.solve(replace(problem, field=make_field(), outputs=outputs))
+        results, stats, done = gradient.solve(replace(problem, field=make_field(jumps=found), outputs=outputs))
     y, observed = outputs.solution(results)
-    code = Code.of(done.state, done.tape, solver, structure, args) if return_code else None
-    solution = Solution(t_out, structure.rebuild(y), stats, observed, code)
+    code = Code.of(done.state, done.tape, solver, structure, args, found) if return_code else None
+    trajectory = outputs.trajectory(results, structure, t_out)
+    solution = Solution(t_out, structure.rebuild(y), stats, observed, code, trajectory)
     return _with_event(solution, outputs, results, on_no_event)
 
 
-def _fresh_outputs(outputs: Outputs | None, observer: Observer | None, n: int) -> Outputs:
-    if outputs is not None:
-        return outputs.again()  # the given object stays as it is
-    return StoredOutputs(n) if observer is None else ObservedOutputs(observer, n)
+def _check_parts(solver: Any, controller: Any, gradient: Any) -> None:
+    for name, value, base in (
+        ("solver", solver, Solver),
+        ("controller", controller, StepController),
+        ("gradient", gradient, GradientMethod),
+    ):
+        if not isinstance(value, base):
+            raise InvalidOptionError(
+                f"{name}={value!r} is not a {base.__name__}: give an object such as solver=ALF(), "
+                "controller=FixedStep(0.1), gradient=MALI(). (Names as strings are understood by odeint.)"
+            )
 
 
-def _check_event(event: Any, on_no_event: str, outputs: Any, solver: Solver) -> None:
+def _check_event(event: Any, on_no_event: str, solver: Solver, outputs: Any, dense: bool) -> None:
     if on_no_event not in ("raise", "flag"):
         raise InvalidOptionError(f'on_no_event={on_no_event!r}: "raise" (an error) or "flag" (event_t is None).')
     if event is None:
@@ -191,6 +217,11 @@ def _check_event(event: Any, on_no_event: str, outputs: Any, solver: Solver) -> 
         )
     if outputs is not None:
         raise InvalidOptionError("outputs=... cannot end at an event=...: give one of the two, or observe=... .")
+    if dense:
+        raise IncompatibleError(
+            "dense=True keeps whole steps, but an event=... ends the solve inside of one: give one of the two. For a "
+            "dense solution up to an event, solve a second time, until event_t.detach()."
+        )
 
 
 def _with_event(solution: Solution, outputs: Outputs, results: Tensors, on_no_event: str) -> Solution:
@@ -213,6 +244,86 @@ def _with_event(solution: Solution, outputs: Outputs, results: Tensors, on_no_ev
     return solution._replace(
         t=t[: outputs.event_at], y=y, event_t=event_t, event_y=event_y, event_index=index, event_times=times
     )
+
+
+def _check_dense(dense: bool, solver: Solver, outputs: Any, observe: Any) -> None:
+    if not dense:
+        return
+    if not isinstance(solver, InterpolatingSolver):
+        raise IncompatibleError(
+            f"dense=True needs a solver with an interpolant of its steps, but {solver} has none. Use ALF() or a "
+            "Runge-Kutta solver such as Dopri5(), or give all times in t=."
+        )
+    if outputs is not None or observe is not None:
+        name = "observe" if outputs is None else "outputs"
+        raise InvalidOptionError(
+            f"dense=True keeps every step, {name}=... something else in place of y: give one of the two. (A dense "
+            "solution can be called at any time after the solve.)"
+        )
+
+
+def _check_gradient_of_dense(dense: bool, problem: Problem, gradient: GradientMethod) -> None:
+    reason = gradient.obstacle_to_dense
+    if dense and reason is not None and problem.wants_gradient:
+        raise IncompatibleError(
+            f"dense=True keeps the stages of every step, which {gradient} does not differentiate: {reason}. In place "
+            "of solution(t), give the times in t=, or a function of (t, y) as observe=. Or use gradient=ACA(), in "
+            "memory of all steps; or torch.no_grad() around the solve, if no gradient is wanted."
+        )
+
+
+class Times(NamedTuple):
+    """The times of a call."""
+
+    given: Tensor
+    numbers: list[float]  # in the order of the solve
+    moving: Tensor  # these as a tensor that autograd follows
+    samples: SampleTimes | None  # if each sample has its own
+
+
+def _times_of(t: Any, z0: Tensors) -> Times:
+    if isinstance(t, Tensor) and t.ndim == 2:
+        samples = SampleTimes(t, z0)
+        return Times(t, samples.times, samples.sequence(), samples)
+    given, numbers = _checked_times(t)
+    return Times(given, numbers, given, None)
+
+
+def _outputs_of(
+    given: Outputs | None, observer: Observer | None, samples: SampleTimes | None, events: EventFunctions | None, n: int
+) -> Outputs:
+    """What is recorded in a solve with n output times."""
+    if samples is not None:
+        return SampleOutputs(samples.shape, samples.rows, samples.samples)
+    if observer is not None:
+        found = ObservedOutputs(observer, n)
+    else:
+        found = StoredOutputs(n) if given is None else given.again()  # the given object stays as it is
+    return found if events is None else EventOutputs(found, Detector(events), events.structure.spec.num_leaves)
+
+
+def _check_sample_times(
+    samples: SampleTimes | None, solver: Solver, controller: StepController, gradient: GradientMethod, others: Any
+) -> None:
+    """Raise if outputs at times of each sample's own are not possible."""
+    if samples is None:
+        return
+    if others:
+        raise IncompatibleError(
+            "t of shape (times, samples) returns y at the times of each sample: leave observe=, outputs=, dense= "
+            "and event= out, and make the loss from y, which is nan where t is."
+        )
+    if isinstance(gradient, Adjoint):
+        raise IncompatibleError(
+            "Adjoint() begins anew at each output time, and with times of each sample there are too many of them. Use "
+            "MALI(), ACA() or Naive()."
+        )
+    if controller.ends_on_outputs(solver):
+        raise IncompatibleError(
+            "t of shape (times, samples) is read from the interpolants of steps that all samples share, but with "
+            f"{controller!r} and {type(solver).__name__} steps end on every output time. Use AdaptiveStep(...) or "
+            "FixedStep(h, land=False), and a solver with an interpolant."
+        )
 
 
 def _check_outputs(outputs: Any, observe: Any) -> None:

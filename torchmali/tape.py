@@ -1,8 +1,8 @@
 """The record of a solve: accepted steps, refreshes, rescales and outputs, in order. Backward passes follow it.
 
-At the end of a step the order is always Step, [Rescale], [InnerOutput], [Output], [Refresh]; a Rescale may also stand
-before a step that would not fit the old scale. Events hold numbers and positions in `Tape.kept`, no tensors: these
-travel through `save_for_backward` as one flat list.
+At the end of a step the order is always Step, [Rescale], [InnerOutput], [Output], [StageOutput], [Refresh]; a Rescale
+may also stand before a step that would not fit the old scale. Events hold numbers and positions in `Tape.kept`, no
+tensors: these travel through `save_for_backward` as one flat list.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ class Step(NamedTuple):
 
     h is held fixed when times are differentiated: a grid point inside a segment moves with the output time at which
     the segment starts, its last one with the output time at which it ends. t0 moves with times[k0], t1 with times[k1].
+    Jumps of f do not move, nor do grid points that are counted from a jump (k0, k1 = None).
     """
 
     t0: Any  # a float (under Naive perhaps a tensor)
     t1: Any
-    k0: int
-    k1: int
+    k0: int | None
+    k1: int | None
     before: int | None  # position in `kept` of the state at t0: ACA keeps all, MALI none or every K-th
 
 
@@ -41,7 +42,7 @@ class Refresh(NamedTuple):
     """v was replaced by f(t, z)."""
 
     t: Time
-    k: int  # t moves with times[k]
+    k: int | None  # t moves with times[k]; None: at a jump or behind it, which does not move
     before: int | None  # position in `kept` of what the refresh replaced; None if nobody will follow the tape back
 
 
@@ -65,7 +66,13 @@ class InnerOutput(NamedTuple):
     end: int
 
 
-Event: TypeAlias = "Start | Step | Refresh | Rescale | Output | InnerOutput"
+class StageOutput(NamedTuple):
+    """z at the start of the last step, and its stages, became the i-th step of a dense solution."""
+
+    i: int
+
+
+Event: TypeAlias = "Start | Step | Refresh | Rescale | Output | InnerOutput | StageOutput"
 
 
 @dataclass
@@ -84,7 +91,7 @@ class Tape:
     n_steps: int = 0
     checkpoints: list[int] = field(default_factory=list)  # positions in `events` of steps whose state is kept
 
-    def step(self, t0: Any, t1: Any, k0: int, k1: int, before: State) -> None:
+    def step(self, t0: Any, t1: Any, k0: int | None, k1: int | None, before: State) -> None:
         kept = None
         if self.keep_every is not None and self.n_steps % self.keep_every == 0:
             assert isinstance(before, RewindableState)
@@ -106,7 +113,7 @@ class Tape:
         i = max(i for i, event in enumerate(self.events) if isinstance(event, Step))
         step = self.events[i]
         assert isinstance(step, Step)
-        self.events[i] = step._replace(k1=step.k1 + 1) if step.k1 >= k else step
+        self.events[i] = step if step.k1 is None or step.k1 < k else step._replace(k1=step.k1 + 1)
 
     def keep(self, snapshot: Snapshot) -> int:
         """Keep a snapshot and return its position."""
@@ -139,7 +146,7 @@ def rewind(
     kept: Sequence[Snapshot],
     state: State,
     undo_step: Callable[[Step, Any], Any],
-    on_output: Callable[[Output | InnerOutput, Any], None] | None = None,
+    on_output: Callable[[Output | InnerOutput | StageOutput, Any], None] | None = None,
 ) -> Any:
     """Follow events from the last to the first, beginning with the state after them; return the state before them.
 
@@ -148,7 +155,7 @@ def rewind(
     for event in reversed(events):
         if isinstance(event, Step):
             state = undo_step(event, state)
-        elif isinstance(event, (Output, InnerOutput)):
+        elif isinstance(event, (Output, InnerOutput, StageOutput)):
             if on_output is not None:
                 on_output(event, state)
         elif isinstance(event, Rescale):

@@ -18,6 +18,7 @@ from torchmali.gradients.adjoint import Adjoint
 from torchmali.gradients.base import GradientMethod
 from torchmali.gradients.mali import MALI
 from torchmali.gradients.naive import Naive
+from torchmali.jumps import jump_times
 from torchmali.solve import solve
 from torchmali.solvers.base import Solver
 from torchmali.solvers.leapfrog import ALF
@@ -64,14 +65,16 @@ def odeint(
     method: "dopri5" (default), "alf" or "alf4" (default with gradient="mali": "alf4" for adaptive steps with rtol <=
     1e-3), "alf6", "tsit5", "dopri8", "bosh3", "adaptive_heun", "euler", "midpoint", "heun2", "heun3", "rk4" (3/8 rule),
     "rk4_classic", or a solver. gradient: "naive" (default), "aca", "mali", "adjoint", "seminorm", or a gradient method.
-    options: step_size, or first_step, safety, ifactor, dfactor, min_step, max_step, max_num_steps, norm. Unlike in
-    torchdiffeq, max_num_steps (10,000) limits the whole solve, and fixed steps end at each output time instead of being
-    interpolated. event_fn: a function of (t, y). The solve goes on until one of its components changes its sign, and
-    returns (event_t, y at t[0] and at event_t), both differentiable; of the other times only t[1] counts, which says
-    in which direction. `solve(event=...)` can do more.
+    options: step_size, or first_step, safety, ifactor, dfactor, min_step, max_step, max_num_steps, norm; and jump_t,
+    times at which f jumps (`jumps` of `solve`), with fixed steps, too. Unlike in torchdiffeq, max_num_steps (10,000)
+    limits the whole solve, and fixed steps end at each output time instead of being interpolated. event_fn: a function
+    of (t, y). The solve goes on until one of its components changes its sign, and returns (event_t, y at t[0] and at
+    event_t), both differentiable; of the other times only t[1] counts, which says in which direction.
+    `solve(event=...)` can do more.
     """
     chosen = _named(gradient, GRADIENTS, GradientMethod, "gradient method", Naive())
     options = dict(options or {})
+    jumps = _popped_jumps(options)
     tight = "step_size" not in options and min(Structure.of(rtol).flatten(rtol)) <= 1e-3
     leapfrog = ALF(order=4) if tight else ALF()
     default = leapfrog if isinstance(chosen, MALI) else rk.Dopri5()
@@ -81,10 +84,11 @@ def odeint(
         options["norm"] = lambda x: norm(x[0])  # torchdiffeq's norms take the tensor, ours a tuple of leaves
     controller = _controller(solver, rtol, atol, options)
     how: dict[str, Any] = {"solver": solver, "controller": controller, "gradient": chosen, "args": args}
+    how |= {"params": params, "jumps": jumps}
     if event_fn is None:
-        return solve(func, y0, t, **how, params=params).y
+        return solve(func, y0, t, **how).y
     event = Event(lambda t, y, *args: event_fn(t, y))
-    solution = solve(func, y0, _without_end(t, controller), **how, params=params, event=event)
+    solution = solve(func, y0, _without_end(t, controller), **how, event=event)
     structure = Structure.of(y0)
     pairs = zip(structure.flatten(solution.y), structure.flatten(solution.event_y), strict=True)
     return solution.event_t, structure.rebuild([torch.stack([y[0], end]) for y, end in pairs])
@@ -107,13 +111,17 @@ def odeint_adjoint(
     args: tuple = (),
     event_fn: Callable | None = None,
 ) -> Any:
-    """torchdiffeq's `odeint_adjoint`: `odeint` with the continuous adjoint. adjoint_options may say norm="seminorm"."""
+    """torchdiffeq's `odeint_adjoint`: `odeint` with the continuous adjoint. adjoint_options may say norm="seminorm".
+
+    f is one function: both solves know the jump_t of options and those of adjoint_options.
+    """
     differ = adjoint_method is not None and adjoint_method != method
     if adjoint_options is None and options and differ:
         raise InvalidOptionError(
             "options are those of `method`; with another adjoint_method give adjoint_options too, {} for none."
         )
     backward = dict(options or {}) if adjoint_options is None else dict(adjoint_options)
+    jumps = [*_popped_jumps(backward), *_popped_jumps(dict(options or {}))]
     seminorm = backward.get("norm") == "seminorm"
     if seminorm or adjoint_options is None:
         backward.pop("norm", None)
@@ -124,7 +132,7 @@ def odeint_adjoint(
     solver = _named(adjoint_method or method, SOLVERS, Solver, "method", rk.Dopri5())
     tolerances = rtol if adjoint_rtol is None else adjoint_rtol, atol if adjoint_atol is None else adjoint_atol
     gradient = Adjoint(solver, _controller(solver, *tolerances, backward), seminorm)
-    forward = {"rtol": rtol, "atol": atol, "method": method, "options": options}
+    forward = {"rtol": rtol, "atol": atol, "method": method, "options": {**(options or {}), "jump_t": jumps}}
     return odeint(func, y0, t, **forward, gradient=gradient, args=args, params=adjoint_params, event_fn=event_fn)
 
 
@@ -165,6 +173,12 @@ def _without_end(t: Any, controller: StepController) -> Tensor:
             )
         distance = MANY_STEPS * controller.h
     return torch.stack([t[0], start + direction * distance])
+
+
+def _popped_jumps(options: dict[str, Any]) -> list[float]:
+    """Take jump_t out of the options."""
+    jumps = options.pop("jump_t", None)
+    return [] if jumps is None else jump_times(jumps)
 
 
 def _named(value: Any, known: Mapping[str, Any], base: type, what: str, default: Any) -> Any:

@@ -190,17 +190,22 @@ def test_gradients_on_fixed_steps_are_central_differences(gradient: Any, solver:
     pairs = list(zip(case.inputs, grads, strict=True))
     # The inputs one by one, or all at once where each is compared with Naive's anyway.
     for group in [[pair] for pair in pairs] if isinstance(gradient, tm.Naive) else [pairs]:
-        directions, e, ends = [torch.randn_like(x) for x, _ in group], 3e-5, []
-        for move in (1, -1, 2, -2):
-            with torch.no_grad():
-                for (x, _), direction in zip(group, directions, strict=True):
-                    x.add_(direction, alpha=move * e)
-                ends.append(case.loss(plain).item())
-                for (x, _), direction in zip(group, directions, strict=True):
-                    x.sub_(direction, alpha=move * e)
-        found = (8 * (ends[0] - ends[1]) - (ends[2] - ends[3])) / (12 * e)
-        wanted = sum((g * direction).sum().item() for (_, g), direction in zip(group, directions, strict=True))
-        assert abs(found - wanted) < 1e-8 * max(1, abs(found))
+        assert_central_differences(case, plain, group)
+
+
+def assert_central_differences(case: Case, method: Any, group: list[tuple[Tensor, Tensor]]) -> None:
+    """group: inputs with their gradients, which are moved together."""
+    directions, e, ends = [torch.randn_like(x) for x, _ in group], 3e-5, []
+    for move in (1, -1, 2, -2):
+        with torch.no_grad():
+            for (x, _), direction in zip(group, directions, strict=True):
+                x.add_(direction, alpha=move * e)
+            ends.append(case.loss(method).item())
+            for (x, _), direction in zip(group, directions, strict=True):
+                x.sub_(direction, alpha=move * e)
+    found = (8 * (ends[0] - ends[1]) - (ends[2] - ends[3])) / (12 * e)
+    wanted = sum((g * direction).sum().item() for (_, g), direction in zip(group, directions, strict=True))
+    assert abs(found - wanted) < 1e-8 * max(1, abs(found))
 
 
 @pytest.mark.parametrize("controller", [*STEPS, tm.AdaptiveStep(1e-4, 1e-5)], ids=str)
@@ -224,6 +229,80 @@ def test_the_adjoint_agrees_where_its_tolerance_is_tight():
     wanted = torch.autograd.grad(case.loss((tm.Naive(), tm.Dopri5(), TIGHT)), case.inputs)
     for x, y in zip(found, wanted, strict=True):
         assert torch.allclose(x, y, rtol=1e-7, atol=1e-7)
+
+
+def bend(t: Tensor, y: Tensor, slopes: Tensor) -> Tensor:
+    """Up until t = 0.5, down until 1, then down less steeply."""
+    return slopes[int(t >= 0.5) + int(t >= 1.0)] + 0 * y
+
+
+@pytest.mark.parametrize("method", METHODS, ids=NAMES)
+@pytest.mark.parametrize("level, wanted", [(0.4, 0.2), (0.9, 0.45), (-0.1, 0.5 + 1.1 / 3), (-0.7, 1.5), (-0.5, 1.0)])
+def test_steps_to_an_event_end_on_jumps(method: Any, level: float, wanted: float):
+    """Before, between and behind jumps, and on one."""
+    y0, slopes = torch.zeros((), dtype=torch.float64, requires_grad=True), double(2.0, -3.0, -0.4, grad=True)
+    how: dict[str, Any] = {"args": (slopes,), "jumps": [0.5, 1.0]}
+    solution = solve(bend, y0, torch.linspace(0, 3, 7).double(), lambda t, y, _: y - level, method, **how)
+    assert abs(solution.event_t.item() - wanted) < 1e-10
+    assert abs(solution.event_y.item() - level) < 1e-10
+    if wanted == 1:  # the time of an event on a jump has two derivatives
+        return
+    (g_y, g) = torch.autograd.grad(solution.event_t, [y0, slopes])
+    piece = int(wanted > 0.5) + int(wanted > 1)
+    spans = [min(wanted, 0.5), min(max(wanted - 0.5, 0), 0.5), max(wanted - 1, 0)]
+    assert abs(g_y.item() + 1 / slopes[piece].item()) < 1e-9
+    assert torch.allclose(g, -double(*spans) / slopes[piece].detach(), atol=1e-9)
+
+
+class Jumping(Field):
+    """A field that jumps at 0.3 and at 0.72."""
+
+    def forward(self, t: Tensor, y: Any, w: Tensor) -> Any:
+        slope = super().forward(t, y, w)
+        side = int(t >= 0.3) - 2 * int(t >= 0.72)
+        return {"a": slope["a"] + 0.1 * side * w, "b": slope["b"] + 0.2 * side * y["a"]}
+
+
+class JumpingCase(Case):
+    def __init__(self, times: Any = (0.0, 0.5, 0.95, 1.0, 2.5)):
+        super().__init__(times)
+        f = Jumping()
+        f.load_state_dict(self.f.state_dict())
+        self.f = f
+        self.inputs = [*self.y0.values(), self.w, self.t, self.g.level, *f.parameters()]
+
+    def loss(self, method: Any, **how: Any) -> Tensor:
+        return super().loss(method, jumps=[0.3, 0.72], **how)
+
+
+@pytest.mark.parametrize("controller", [*STEPS, tm.AdaptiveStep(1e-4, 1e-5)], ids=str)
+@pytest.mark.parametrize("gradient, solver", SOLVERS, ids=str)
+def test_gradients_of_events_behind_jumps(gradient: Any, solver: Any, controller: Any):
+    if controller.adaptive and solver.error_order is None:
+        return
+    limit = 1e-7 if gradient.on_integers else 1e-11
+    for times in ((0.0, 0.5, 0.95, 1.0, 2.5), (0.0, 0.5, 0.72, 1.0, 2.5)):
+        case = JumpingCase(times)
+        found = torch.autograd.grad(case.loss((gradient, solver, controller)), case.inputs)
+        wanted = torch.autograd.grad(case.loss((tm.Naive(), solver, controller)), case.inputs)
+        for x, y in zip(found, wanted, strict=True):
+            assert torch.allclose(x, y, rtol=limit, atol=limit)
+    if controller.adaptive:
+        return
+    case = JumpingCase()  # Naive's are those of central differences
+    pairs = list(
+        zip(case.inputs, torch.autograd.grad(case.loss((tm.Naive(), solver, controller)), case.inputs), strict=True)
+    )
+    assert_central_differences(case, (tm.Naive(), solver, controller), pairs)
+
+
+def test_the_adjoint_of_an_event_behind_jumps():
+    for times in ((0.0, 0.5, 0.95, 1.0, 2.5), (0.0, 0.5, 0.72, 1.0, 2.5)):
+        case = JumpingCase(times)
+        found = torch.autograd.grad(case.loss((tm.Adjoint(), tm.Dopri5(), TIGHT)), case.inputs)
+        wanted = torch.autograd.grad(case.loss((tm.Naive(), tm.Dopri5(), TIGHT)), case.inputs)
+        for x, y in zip(found, wanted, strict=True):
+            assert torch.allclose(x, y, rtol=1e-7, atol=1e-7)
 
 
 def seen(t: Tensor, y: dict[str, Tensor]) -> Tensor:
@@ -435,6 +514,10 @@ def test_what_cannot_be_an_event_is_refused():
         solve(turn, y0, t, height, (tm.ACA(), tm.Reversible(), FIXED))
     with pytest.raises(tm.InvalidOptionError, match="observe"):
         tm.solve(turn, y0, t, event=height, outputs=tm.outputs.stored.StoredOutputs(2))  # pyright: ignore
+    with pytest.raises(tm.IncompatibleError, match="dense=True"):
+        solve(turn, y0, t, height, dense=True)
+    with pytest.raises(tm.IncompatibleError, match="event= out"):
+        solve(turn, y0, double(0.0, 1.0)[:, None].expand(2, 2), height)
 
 
 @pytest.mark.parametrize(
@@ -468,6 +551,13 @@ def test_the_code_of_a_solve_with_an_event_leads_back_to_the_start():
     method = tm.MALI(exact=True), ALF, tm.FixedStep(0.1)
     solution = solve(pendulum, y0, [0.0, 0.7, 5.0], height, method, return_code=True)
     assert torch.equal(tm.solve_back(pendulum, solution.code), y0)
+
+
+def test_the_code_of_a_solve_over_jumps_to_an_event_leads_back_to_the_start():
+    y0, how = double(0.3, 0.1), {"jumps": [0.5, 1.0], "args": (double(2.0, -3.0, -0.4),), "return_code": True}
+    solution = solve(bend, y0, [0.0, 3.0], lambda t, y, _: y[0] + 0.4, (tm.MALI(exact=True), ALF, FIXED), **how)
+    assert abs(solution.event_t.item() - 1.5) < 1e-9
+    assert torch.equal(tm.solve_back(bend, solution.code), y0)
 
 
 def test_memory_of_mali_does_not_grow_with_the_number_of_steps_to_an_event():
@@ -541,6 +631,16 @@ def test_odeint_event_with_fixed_steps_and_backwards_in_time():
     assert abs(t - wanted).item() < 1e-8 and heights.shape == (2, 1)
     later, y = tm.odeint(turn, double(1.0, 0.0), [0.0, 1.0, 5.0], event_fn=lambda t, y: torch.sin(t) - 0.5, rtol=1e-9)
     assert abs(later.item() - math.pi / 6) < 1e-12 and torch.allclose(y[1, 1], double(0.5), atol=1e-7)
+
+
+@pytest.mark.parametrize("interface", [tm.odeint, tm.odeint_adjoint])
+def test_odeint_event_knows_jumps(interface: Any):
+    y0, slopes = torch.zeros((), dtype=torch.float64), double(2.0, -3.0, -0.4, grad=True)
+    how: dict[str, Any] = {"args": (slopes,), "options": {"jump_t": double(0.5, 1.0)}, "odeint_interface": interface}
+    t, y = tm.odeint_event(bend, y0, 0.0, event_fn=lambda t, y: y + 0.7, **how)
+    assert abs(t.item() - 1.5) < 1e-9 and abs(y[-1].item() + 0.7) < 1e-9
+    (g,) = torch.autograd.grad(t, slopes)
+    assert torch.allclose(g, double(0.5, 0.5, 0.5) / 0.4, atol=1e-7)
 
 
 def test_odeint_event_says_what_it_lacks():

@@ -495,3 +495,18 @@ def test_a_solution_that_decays_to_1e_35_is_followed(exact):
     """float32 goes down to 1e-38."""
     y = tm.solve(lambda t, y: -y, torch.ones(1), [0.0, 80.0], controller=tm.FixedStep(0.02), gradient=tm.MALI(exact)).y
     assert y[-1].item() == pytest.approx(math.exp(-80), rel=2e-2)
+
+
+def test_an_element_that_stays_behind_where_others_grow_keeps_its_bits():
+    """All begin at 1e-14; two of them are driven to 1 within a step, the others are not."""
+    start = 1e-14 * torch.tensor([[1.0, 2.0], [3.0, 4.0]], dtype=torch.float64)
+    force = torch.tensor([[0.0, 1.3], [0.6, 0.0]], dtype=torch.float64)
+    results = []
+    for method in (tm.MALI(exact=True), tm.Naive()):
+        y0, a = start.clone().requires_grad_(), torch.full((2, 2), 1.5, dtype=torch.float64, requires_grad=True)
+        y = tm.solve(
+            lambda t, y, a: a * y + force, y0, [0.0, 1.0], args=(a,), controller=tm.FixedStep(0.5), gradient=method
+        ).y[-1]
+        results.append([y.detach(), *torch.autograd.grad(y.sum(), [y0, a])])
+    for found, truth in zip(*results, strict=True):
+        torch.testing.assert_close(found, truth, rtol=1e-13, atol=0)

@@ -15,6 +15,7 @@ LAYERS = [  # a module may import those named before it
     "solution",
     "measure",
     "state.vectors",
+    "jumps",
     "state.base",
     "state.floats",
     "state.traced",
@@ -41,7 +42,9 @@ LAYERS = [  # a module may import those named before it
     "events",
     "outputs.base",
     "outputs.stored",
+    "outputs.dense",
     "outputs.observed",
+    "outputs.per_sample",
     "outputs.until_event",
     "loop.base",
     "loop.floats",
@@ -120,9 +123,9 @@ def test_imports_go_in_one_direction(path: Path):
 @pytest.mark.parametrize("path", SOURCES, ids=module)
 def test_the_core_needs_torch_and_the_standard_library_alone(path: Path):
     standard = {
-        "__future__", "abc", "argparse", "collections", "contextlib", "copy", "dataclasses", "functools", "gc", "html",
-        "importlib", "inspect", "itertools", "math", "pathlib", "re", "runpy", "struct", "sys", "textwrap", "threading",
-        "time", "types", "typing", "warnings", "weakref",
+        "__future__", "abc", "argparse", "bisect", "collections", "contextlib", "copy", "dataclasses", "functools",
+        "gc", "html", "importlib", "inspect", "itertools", "math", "pathlib", "re", "runpy", "struct", "sys",
+        "textwrap", "threading", "time", "types", "typing", "warnings", "weakref",
     }  # fmt: skip
     standard |= {"operator", "os"} if module(path) == "_torch" else set()
     for name in imports(path):
@@ -186,3 +189,29 @@ def test_no_method_exists_only_to_say_that_it_does_not(path: Path):
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Raise) and node.exc is not None:
             assert "AssertionError" not in ast.unparse(node.exc), f"{path.name}, line {node.lineno}"
+
+
+ELSEWHERE = {  # attributes that may be set on something else than self
+    "ctx",  # of an autograd.Function
+    "fork",  # a copy, in the method that makes it (FixedPoint.fork)
+    "here",  # what a thread has for itself
+    "_entered",
+    "x.grad",  # a tensor's
+}
+
+
+def attributes_set(path: Path) -> list[str]:
+    """The attributes that a module sets on something else than self."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        targets = getattr(node, "targets", [getattr(node, "target", None)])
+        for target in targets if isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign)) else []:
+            parts = target.elts if isinstance(target, (ast.Tuple, ast.List)) else [target]
+            found += [x for x in parts if isinstance(x, ast.Attribute) and ast.unparse(x.value) != "self"]
+    return [ast.unparse(x) for x in found]
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=module)
+def test_no_attribute_is_set_from_outside(path: Path):
+    set_here = [x for x in attributes_set(path) if not ELSEWHERE & {x, *x.split(".")[:-1]}]
+    assert not set_here

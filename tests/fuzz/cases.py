@@ -88,6 +88,9 @@ class Spec:
     threads: int = 1
     autocast: bool = False
     generator: bool = False  # f draws from a generator that is given to the solve
+    jumps: tuple[
+        float, ...
+    ] = ()  # times at which f could jump: it does not, but steps end there and slopes are renewed
     seed: int = 0
 
     def __repr__(self) -> str:
@@ -136,7 +139,7 @@ class Spec:
             name: str(getattr(self, name))
             for name in (*names, "observe", "loss", "buffers", "threads", "autocast", "generator")
         }
-        return {**shown, "controller": step}
+        return {**shown, "controller": step, "jumps": str(bool(self.jumps))}
 
 
 def draw(case: int, seed: int = 0) -> Spec:
@@ -184,7 +187,16 @@ def draw(case: int, seed: int = 0) -> Spec:
         autocast=rng.random() < 0.03,
         seed=rng.randrange(1000),
     )
-    return _completed(spec, rng)
+    spec = _completed(spec, rng)
+    return replace(spec, jumps=_jumps(rng, spec.times))
+
+
+def _jumps(rng: Random, times: Sequence[float]) -> tuple[float, ...]:
+    """Return times inside and at output times, sometimes."""
+    if rng.random() < 0.85:
+        return ()
+    inside = [times[0] + rng.uniform(0.02, 0.98) * (times[-1] - times[0]) for _ in range(rng.choice([1, 2, 4]))]
+    return (*inside, *rng.sample(times, rng.choice([0, 0, 1, 2])))
 
 
 def _times(rng: Random) -> tuple[float, ...]:
@@ -376,7 +388,7 @@ class Problem:
             how["observe"] = self.watcher
         if spec.generator:
             how["generator"] = torch.Generator().manual_seed(spec.seed)
-        return tm.solve(self.func, self.y0, self.t, buffers=spec.buffers, **how)
+        return tm.solve(self.func, self.y0, self.t, buffers=spec.buffers, jumps=spec.jumps, **how)
 
     def loss(self, solution: tm.Solution) -> Tensor:
         """Loss that is smooth, finite for large y, and different for each element."""

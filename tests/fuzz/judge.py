@@ -422,7 +422,7 @@ def _without_the_library(spec: Spec, truth: Result) -> Iterator[tuple[str, str]]
     solver, controller = eval(spec.solver, NAMES), eval(spec.controller, NAMES)
     if not plain.knows(solver, controller, truth.stats.n_refreshes) or spec.observe != "none" or spec.autocast:
         return
-    if spec.wants in ("nothing", "no_grad", "inference") or spec.core in DRAWING | KEEPING:
+    if spec.jumps or spec.wants in ("nothing", "no_grad", "inference") or spec.core in DRAWING | KEEPING:
         return
     problem = Problem(spec)
     y = plain.solve(problem.func, problem.y0, problem.t, solver, controller, problem.args)

@@ -141,7 +141,7 @@ def draw(case: int, seed: int = 0) -> Spec:
     refresh = rng.choice(["auto", "auto", "never", 1, 1, 3])
     rtol = 10 ** rng.uniform(-5, -2)
     first = rng.choice(["", "", f", h0={span:.6g}"])
-    adaptive_step = f"AdaptiveStep({rtol:.2g}, {rtol / 1000:.2g}{first}, max_steps={MAX_STEPS // order})"
+    adaptive_step = f"AdaptiveStep({rtol:.2g}, {rtol / 1000:.2g}{first}, max_steps={MAX_STEPS // order}, land=True)"
     controller = adaptive_step if adaptive else f"FixedStep({span / n!r})"
     return Spec(
         leaves, times, f"ALF(order={order}, refresh={refresh!r})", controller, bits_only, seed=rng.randrange(10**6)

@@ -6,6 +6,8 @@ import copy
 import itertools
 import math
 import pickle
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchmali as tm
-from torchmali.nn.cde import NeuralCDE
+from torchmali.nn.cde import NeuralCDE, _slope
 from torchmali.nn.control import CubicControl, LinearControl, hermite_cubic_coeffs, linear_coeffs, natural_cubic_coeffs
 
 COEFFS = {  # ours and theirs
@@ -344,6 +346,56 @@ def test_gradients_of_mali_are_those_of_autograd(kind):
     assert all(g.abs().max() > 1e-3 for g in gradients[0])
     for ours, expected in zip(*gradients, strict=True):
         torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
+
+
+COUNTS = {"alf": (tm.ALF(), 0.75), "alf4": (tm.ALF(order=4), 0.1), "dopri5": (tm.Dopri5(), 0.5)}
+
+
+@pytest.mark.parametrize("rectilinear", [None, 0])
+@pytest.mark.parametrize("name", COUNTS)
+def test_knots_as_jumps_save_evaluations_of_adaptive_steps(name, rectilinear):
+    """Beside steps that merely end on the knots, at rtol 1e-3."""
+    solver, share = COUNTS[name]
+    x = torch.cat([torch.arange(20.0).expand(4, -1).unsqueeze(-1), series(20, (4,))[..., 1:]], -1).double()
+    coeffs = linear_coeffs(x, rectilinear=rectilinear)
+    controller = tm.AdaptiveStep(1e-3, 1e-4)
+    torch.manual_seed(0)
+    net = model(control=LinearControl, solver=solver, controller=controller, gradient=tm.ACA())
+    z = net(coeffs)
+    knots = torch.arange(coeffs.shape[-2], dtype=torch.float64)
+    slope = partial(_slope, net.func, LinearControl)
+    how = {"solver": solver, "controller": replace(controller, land=True), "gradient": tm.ACA()}
+    merely = tm.solve(slope, net.initial(coeffs[:, 0]), knots, args=(coeffs, knots), **how)
+    fine = {"solver": tm.ALF(order=6), "controller": tm.FixedStep(0.2), "gradient": tm.ACA()}
+    expected = NeuralCDE(net.func, net.initial, control=LinearControl, **fine)(coeffs)
+    assert net.last_stats is not None
+    assert net.last_stats.n_evals_forward < share * merely.stats.n_evals_forward
+    assert net.last_stats.n_rejected < 0.3 * merely.stats.n_rejected
+    assert (z - expected).abs().max() < 1.5 * (merely.y[-1] - expected).abs().max()
+    assert net.last_stats.n_refreshes == (0 if name == "dopri5" else len(knots) - 2)
+
+
+@pytest.mark.parametrize("controller", [tm.AdaptiveStep(1e-3, 1e-4), tm.FixedStep(0.3, land=False)], ids=repr)
+@pytest.mark.parametrize("wants_knots", [False, True])
+def test_gradients_across_knots_are_those_of_autograd(controller, wants_knots):
+    x, t = series(8, (2,)), uneven(8)
+    gradients, values = [], []
+    for gradient in (tm.MALI(), tm.Naive()):
+        torch.manual_seed(1)
+        net = model(control=LinearControl, gradient=gradient, all_outputs=True, controller=controller)
+        inputs = [*net.parameters(), x.clone().requires_grad_(), t.clone().requires_grad_(wants_knots)]
+        z = net(*inputs[-2:], t=[float(t[0]), float(t[1] + t[2]) / 2, float(t[3]), float(t[-1])])
+        gradients.append(torch.autograd.grad(z.square().sum(), inputs if wants_knots else inputs[:-1]))
+        values.append(z.detach())
+    torch.testing.assert_close(*values, rtol=1e-13, atol=1e-13)
+    for ours, expected in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-11, atol=1e-11)
+
+
+def test_the_gradient_of_knots_is_that_of_the_solution():
+    x, t = series(6), uneven(6).requires_grad_()
+    net = model(control=LinearControl, solver=tm.Dopri8(), controller=tm.AdaptiveStep(1e-11, 1e-12), gradient=tm.ACA())
+    assert torch.autograd.gradcheck(lambda t: net(x, t), (t,), eps=1e-5, atol=1e-6)
 
 
 def test_gradients_reach_the_data():

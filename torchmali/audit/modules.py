@@ -129,6 +129,8 @@ def _of_cde(cde: NeuralCDE, coeffs: Any, t: Any, loss: Loss | None, args: tuple)
         t, wanted = _with_knots(t, path.knots)
         if not cde.all_outputs:  # as in its forward pass: z at the knots is not kept
             options["observe"] = _nothing
+        if cde.crosses_knots:
+            options["jumps"] = path.knots.tolist()
 
     def of_output(y: Tensor) -> Tensor:
         assert loss is not None

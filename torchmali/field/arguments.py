@@ -39,18 +39,15 @@ class Arguments:
     def without_tensors(self) -> Arguments:
         if not (self.slots or self.fixed_slots):
             return self
-        twin = copied(self)
-        twin.leaves, twin.args = tuple([None if isinstance(x, Tensor) else x for x in self.leaves]), ()
-        return twin
+        return copied(self, leaves=tuple([None if isinstance(x, Tensor) else x for x in self.leaves]), args=())
 
     def with_tensors(self, moving: Sequence[Tensor], fixed: Sequence[Tensor]) -> Arguments:
         if not (self.slots or self.fixed_slots):
             return self
-        twin, leaves = copied(self), list(self.leaves)
+        leaves = list(self.leaves)
         for i, x in zip((*self.slots, *self.fixed_slots), (*moving, *fixed), strict=True):
             leaves[i] = x
-        twin.leaves, twin.args = tuple(leaves), self.structure.rebuild(leaves)
-        return twin
+        return copied(self, leaves=tuple(leaves), args=self.structure.rebuild(leaves))
 
 
 def normal(x: Any) -> Any:

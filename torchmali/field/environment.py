@@ -294,10 +294,8 @@ class Environment:
         """A copy for one backward pass, with generators of its own."""
         if not self.draws:
             return self
-        around = copied(self)
-        around.random = self.random.copy()
-        around.mode = Redirected(around.random)
-        return around
+        random = self.random.copy()
+        return copied(self, random=random, mode=Redirected(random))
 
     def mark(self) -> Mark:
         """What the buffers that f changes are now, for `restore`."""

@@ -20,6 +20,7 @@ from torchmali.field.graph import forgotten_leaves, leaf_of, nodes_behind
 from torchmali.field.hooks import silence_hooks
 from torchmali.field.parameters import search_of
 from torchmali.field.randomness import Operations, Source
+from torchmali.jumps import Jumps
 from torchmali.state.vectors import Leaves, Tensors, Time
 from torchmali.tree import Structure
 
@@ -49,6 +50,7 @@ class Field:
         looks_for_leaves: bool = False,
         keeps_first_value: bool = False,
         remembers: bool = False,
+        jumps: Jumps | None = None,
     ):
         self.func = self.original = func
         self.structure = structure
@@ -79,7 +81,9 @@ class Field:
         ]
         self.signature = [(z.shape, z.dtype) for z in z0]
         self.device = z0[0].device
-        self.t_dtype = max((z.dtype for z in z0), key=lambda dtype: dtype.itemsize)
+        self.t_dtype = time_dtype(z0)
+        self.jumps = jumps
+        self.first_time: Tensor | None = None  # during the first evaluation: it is within the limits of the jumps
         self.zero = torch.zeros((), dtype=self.t_dtype, device=self.device)
         self.wants_t = False
         eps = max(torch.finfo(z.dtype).eps for z in z0)
@@ -112,24 +116,43 @@ class Field:
 
     def without_tensors(self: F) -> F:
         """A copy without theta and `fixed`, to be kept until the backward pass."""
-        field = copied(self)
-        field.arguments, field.args, field.theta = self.arguments.without_tensors(), (), []
-        return field
+        return copied(self, arguments=self.arguments.without_tensors(), args=(), theta=[])
 
     def with_tensors(self: F, theta: Sequence[Tensor], fixed: Sequence[Tensor], wants_t: bool) -> F:
         """A copy for one backward pass: theta and `fixed` as saved (args detached), counters at zero."""
-        field, n = copied(self), len(self.arguments.slots)
+        n = len(self.arguments.slots)
         moving = [x.detach().requires_grad_() for x in theta[:n]]
-        field.arguments = self.arguments.with_tensors(moving, fixed)
-        field.args, field.theta = field.arguments.args, [*moving, *theta[n:]]
-        field.wants_t, field.environment = wants_t, self.environment.for_backward()
-        field.n_evals = field.n_vjps = 0
-        return field
+        arguments, environment = self.arguments.with_tensors(moving, fixed), self.environment.for_backward()
+        return copied(
+            self,
+            arguments=arguments,
+            args=arguments.args,
+            theta=[*moving, *theta[n:]],
+            wants_t=wants_t,
+            environment=environment,
+            n_evals=0,
+            n_vjps=0,
+            jumps=None if self.jumps is None else copied(self.jumps),  # its limits are those of one pass
+        )
+
+    def enter(self, t0: Time, t1: Time) -> None:
+        """Evaluate f between t0 and the first jump behind it, towards t1, until the next call."""
+        if self.jumps is not None:
+            self.jumps.enter(t0, t1)
 
     def time(self, t: Time) -> Tensor:
+        """The time as f receives it."""
+        if self.jumps is None or t is self.first_time:
+            return self.scalar(t)
         if isinstance(t, Tensor):
-            return t.to(self.device, self.t_dtype)
-        return self.zero.new_full((), t)  # no host-device wait, and cheaper than torch.full
+            return self.jumps.limited(self.scalar(t))
+        return self.scalar(min(max(t, self.jumps.low), self.jumps.high))
+
+    def scalar(self, x: Time) -> Tensor:
+        """A number as a 0-d tensor of the dtype and on the device of the times."""
+        if isinstance(x, Tensor):
+            return x.to(self.device, self.t_dtype)
+        return self.zero.new_full((), x)  # no host-device wait, and cheaper than torch.full
 
     def __call__(self, t: Time, z: Tensors) -> Tensors:
         if self.needs_care:
@@ -168,10 +191,12 @@ class Field:
     def _evaluate_first(self, t: Time, z: Tensors) -> Tensors:
         """The first evaluation, which shows what f does beside returning something."""
         now, evaluate = normal(self.time(t)), self._at  # made here, as that is not an operation of f's
+        self.first_time = now
         if self.looks_for_leaves:
             z, evaluate = tuple([x.detach().requires_grad_(x.requires_grad) for x in z]), self._with_graph
         with self.environment.first_evaluation(self.looks_for_leaves or torch.is_grad_enabled()):
             u = self._tried(evaluate, now, z)
+        self.first_time = None
         if self.looks_for_leaves:  # f may have made t and y require gradients itself
             self._tell_of_leaves(u, [*self.theta, now, *z])
             u = tuple([x.detach() for x in u])
@@ -427,6 +452,11 @@ class Field:
                 f"{self.called} reads a tensor that was computed outside it from its own parameters, and each step "
                 "would have to go back through that. Pass the tensor through args=(...), or compute it inside."
             ) from error
+
+
+def time_dtype(z: Tensors) -> torch.dtype:
+    """The dtype in which f receives t beside a state z: that of the leaf with the most digits."""
+    return max((x.dtype for x in z), key=lambda dtype: dtype.itemsize)
 
 
 class Recorded(NamedTuple):

@@ -21,6 +21,11 @@ class Quiet:
     def __init__(self, hook: Callable):
         self.hook, self.n_users = hook, 0
 
+    def count_users(self, change: int) -> int:
+        """Add to the number of backward passes that want this hook to be quiet, and return it."""
+        self.n_users += change
+        return self.n_users
+
     def __call__(self, *args: Any) -> Any:
         return None if getattr(Quiet.here, "depth", 0) else self.hook(*args)
 
@@ -58,7 +63,7 @@ def _quieted(hooked: Sequence[dict]) -> list[tuple[dict, Any, Quiet]]:
         for hooks in hooked:
             for key, hook in list(hooks.items()):
                 quiet = hook if isinstance(hook, Quiet) else Quiet(hook)
-                quiet.n_users += 1
+                quiet.count_users(1)
                 hooks[key] = quiet
                 found.append((hooks, key, quiet))
     return found
@@ -67,6 +72,5 @@ def _quieted(hooked: Sequence[dict]) -> list[tuple[dict, Any, Quiet]]:
 def _unquieted(found: list[tuple[dict, Any, Quiet]]) -> None:
     with Quiet.lock:
         for hooks, key, quiet in found:
-            quiet.n_users -= 1
-            if not quiet.n_users and hooks.get(key) is quiet:  # it may have been removed
+            if not quiet.count_users(-1) and hooks.get(key) is quiet:  # it may have been removed
                 hooks[key] = quiet.hook

@@ -18,6 +18,7 @@ from torch import Generator, Tensor
 from torch.utils import checkpoint
 
 from torchmali._torch import Mode, dispatch_modes, is_composite, run_parts, schema_of
+from torchmali.copies import copied
 from torchmali.errors import NonRepeatableFieldError
 
 aten = torch.ops.aten
@@ -106,9 +107,7 @@ class Draws:
 
     def copy(self) -> Draws:
         """The same numbers from other generators: two backward passes may run at the same time."""
-        draws = Draws(self.source)
-        draws.seed, draws.own = self.seed, {on: (_at(own, state), state) for on, (own, state) in self.own.items()}
-        return draws
+        return copied(self, own={on: (_at(own, state), state) for on, (own, state) in self.own.items()})
 
     def restart(self) -> None:
         """Back to the start, before an evaluation."""

@@ -19,6 +19,7 @@ class ACA(ReplayGradient):
     """
 
     inverts: ClassVar[bool] = False
+    obstacle_to_dense: ClassVar[str | None] = None
 
     def tape(self, problem: Problem) -> Tape:
         return Tape(keep_every=1, rewinds=True)

@@ -29,7 +29,7 @@ from torchmali.solution import TELL_LIMIT, short_repr
 from torchmali.solvers.base import Solver
 from torchmali.solvers.cotangent import accumulate
 from torchmali.state.floats import Floats
-from torchmali.state.vectors import Tensors, Time, dot
+from torchmali.state.vectors import Tensors, Time, added, dot
 
 
 @dataclass(frozen=True, repr=False)
@@ -45,6 +45,7 @@ class Adjoint(GradientMethod):
     controller: StepController | None = None
     seminorm: bool = False
     compares_first_value: ClassVar[bool] = True
+    obstacle_to_dense: ClassVar[str | None] = "its backward solve takes steps of its own"
 
     __repr__ = short_repr
 
@@ -116,6 +117,7 @@ class _Adjoint(torch.autograd.Function):
         f: Field = ctx.field.with_tensors(theta, fixed, wants_t=False)
         outputs: Outputs = ctx.outputs.with_tensors(observer, wants_t=t is not None)
         back = _AdjointSolve(f, outputs, ctx.times, ctx.solver, ctx.controller, y, t is not None)
+        f.enter(ctx.times[0], ctx.times[-1])
         with f.backward_pass(ctx.times[0], z0), outputs.backward_pass(ctx.times[0], z0):
             require_same(f.is_as_first(ctx.times[0], z0))
             last = len(ctx.times) - 1 if outputs.event_at is None else outputs.event_at
@@ -149,7 +151,7 @@ class _AdjointSolve:
         self.a = [torch.zeros_like(leaf[0]) for leaf in y]
         self.a_theta = tuple(torch.zeros_like(p) for p in f.theta)
         self.a_observer: list[Tensor | None] = [None] * len(outputs.theta)
-        self.a_t = [f.time(0.0)] * len(times)
+        self.a_t = [f.scalar(0.0)] * len(times)
 
     def pull_output(self, k: int, grads: Sequence[Tensor | None]) -> None:
         """Add what the results depend on y[k]."""
@@ -157,24 +159,38 @@ class _AdjointSolve:
         if self.outputs.keeps_states:
             self.z = tuple(leaf[k] for leaf in self.y)  # the backward solve begins anew at each output
         if self.wants_t and k == 0:
+            self.f.enter(t, self.times[-1])
             self.a_t[0] = self.a_t[0] - dot(self.a, self.f(t, self.z))
+        elif self.wants_t:
+            self._pull_moving_jump(k)
         with torch.enable_grad():
             g, g_observer, g_t = self.outputs.pull(k, t, self.z, grads)
         accumulate(self.a, g)
         accumulate(self.a_observer, g_observer)
         if self.wants_t and k > 0:
+            self.f.enter(t, self.times[0])
             pairs = [(x, u) for x, u in zip(g, self.f(t, self.z), strict=True) if x is not None]
-            self.a_t[k] = dot(*zip(*pairs, strict=True)) if pairs else self.a_t[k]
+            self.a_t[k] = self.a_t[k] + dot(*zip(*pairs, strict=True)) if pairs else self.a_t[k]
         if g_t is not None:
             self.a_t[k] = self.a_t[k] + g_t
+
+    def _pull_moving_jump(self, k: int) -> None:
+        """Add what the solution behind an output time depends on a jump there, which moves with it."""
+        t, jumps = self.times[k], self.f.jumps
+        goes_on = k + 1 < len(self.times) and self.times[k + 1] != t  # else it is the end, or an event ends it here
+        if jumps is not None and jumps.is_at(t) and goes_on:
+            self.f.enter(t, self.times[-1])
+            behind = self.f(t, self.z)
+            self.f.enter(t, self.times[0])
+            self.a_t[k] = self.a_t[k] + dot(self.a, added(self.f(t, self.z), behind, -1.0))
 
     def solve_to(self, k: int) -> None:
         """Solve from times[k + 1] to times[k]."""
         n, start = len(self.z), (*self.z, *self.a, *self.a_theta)
-        segment = self.times[k + 1], self.times[k]
+        segment, how = (self.times[k + 1], self.times[k]), {"jumps": self.f.jumps, "warns": False}
         if segment[0] == segment[1]:  # an event at an output time
             return
-        end = integrate(self.slope, start, segment, self.solver, self.controller, warns=False).state.point
+        end = integrate(self.slope, start, segment, self.solver, self.controller, **how).state.point
         self.z, self.a, self.a_theta = end[:n], list(end[n : 2 * n]), end[2 * n :]
 
 

@@ -51,6 +51,11 @@ class Problem:
         return max((z.dtype for z in self.z0), key=lambda dtype: torch.finfo(dtype).eps)
 
     @property
+    def n_steps(self) -> int | None:
+        """The number of steps; None if it is not known in advance."""
+        return self.controller.n_steps_with_jumps(self.solver, self.times, self.field.jumps)
+
+    @property
     def span(self) -> float:
         return abs(self.times[-1] - self.times[0])
 
@@ -76,7 +81,7 @@ def solve_forward(problem: Problem, z0: Tensors, times: Any, **how: Any) -> Solv
     is_exact = isinstance(how.get("arithmetic"), FixedPointArithmetic)
     f = field.with_bits_of_backward() if is_exact else field
     field.environment.source.begin(field.device)
-    how["side_effects"] = field.environment
+    how["side_effects"], how["jumps"] = field.environment, field.jumps
     environments = [function.environment for function in (field, *outputs.functions)]
     done = in_forward_pass(
         environments, lambda: integrate(f, z0, times, problem.solver, problem.controller, outputs, **how)
@@ -129,9 +134,11 @@ class GradientMethod(ABC):
     """How a solve is differentiated.
 
     compares_first_value: its backward pass evaluates f at the start, to see whether it is the same function.
+    obstacle_to_dense: the reason why it does not differentiate a dense solution; None: it does.
     """
 
     compares_first_value: ClassVar[bool] = False
+    obstacle_to_dense: ClassVar[str | None] = "its backward pass does not see them"
 
     @property
     def on_integers(self) -> bool:

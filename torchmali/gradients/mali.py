@@ -46,6 +46,7 @@ class MALI(ReplayGradient):
     memory: str | int | None = None
     unsafe_damping: bool = False
     inverts: ClassVar[bool] = True
+    obstacle_to_dense: ClassVar[str | None] = "its memory must not grow with the number of steps"
 
     __repr__ = short_repr
 
@@ -88,8 +89,9 @@ class MALI(ReplayGradient):
     def arithmetic(self, problem: Problem) -> Any:
         if not self.exact:
             return Floats
-        t0, t1, *_ = times = problem.times
-        n_steps, n_first = problem.controller.n_steps(times), problem.controller.n_steps([t0, t1])
+        jumps = problem.field.jumps
+        t0, t1, *_ = problem.times if jumps is None else jumps.merged_with(problem.times)
+        n_steps, n_first = problem.n_steps, problem.controller.n_steps([t0, t1])
         first = abs(t1 - t0) / n_first if n_first else 0.0
         return FixedPointArithmetic(PERIOD * problem.span / (n_steps or GUESSED_STEPS), first, self.exact == "int64")
 
@@ -130,7 +132,7 @@ class MALI(ReplayGradient):
         return 2 * sum(z.numel() * (8 if self.exact == "int64" else z.itemsize) for z in problem.z0)
 
     def _warn_of_damping(self, problem: Problem) -> None:
-        solver, n_steps = problem.solver, problem.controller.n_steps(problem.times)
+        solver, n_steps = problem.solver, problem.n_steps
         assert isinstance(solver, ReversibleSolver)
         factor = solver.amplification
         eps = torch.finfo(problem.coarsest).eps

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -21,6 +21,7 @@ class Naive(GradientMethod):
     """
 
     through_search: bool = False
+    obstacle_to_dense: ClassVar[str | None] = None
 
     def solve(self, problem: Problem) -> Solved:
         times: list[Any] = problem.times

@@ -38,7 +38,7 @@ from torchmali.state.base import Deviation, RewindableState, Snapshot, State
 from torchmali.state.fixed_point import FixedPoint
 from torchmali.state.floats import Floats
 from torchmali.state.vectors import Tensors, rows
-from torchmali.tape import Event, InnerOutput, Output, Refresh, Start, Step, Tape, rewind
+from torchmali.tape import Event, InnerOutput, Output, Refresh, StageOutput, Start, Step, Tape, rewind
 
 
 class Limits(NamedTuple):
@@ -132,6 +132,7 @@ class _Replay(torch.autograd.Function):
         z0 = tuple(z.detach() for z in z0)
         passed = BackwardPass(f, ctx.solver, z0, cotangents, method.inverts, method.reruns)
         start = ctx.times[0], z0
+        f.enter(ctx.times[0], ctx.times[-1])
         # Gradients for f and the observer; nothing else here requires one.
         with f.backward_pass(*start), cotangents.outputs.backward_pass(*start), torch.enable_grad():
             _, a = passed.run(ctx.events, kept, state, passed.zero(state))
@@ -139,7 +140,7 @@ class _Replay(torch.autograd.Function):
         if method.inverts:
             ctx.stats.count(reconstruction_error=passed.drift)
         method.judge_backward(passed)
-        a_t = torch.stack([f.time(x) for x in ctx.outputs.of_given_times(a.times)]).to(t[0]) if f.wants_t else None
+        a_t = torch.stack([f.scalar(x) for x in ctx.outputs.of_given_times(a.times)]).to(t[0]) if f.wants_t else None
         return (None, None, None, a_t, *a.sums, *a.observer)
 
 
@@ -169,7 +170,8 @@ class OutputCotangents:
                 a.add_to_time(k, g_t)
             return pulled.z
 
-        return InnerOutputs(first, times, not self.outputs.keeps_states, pull)
+        samples = self.outputs.samples_of(output.first, output.end)
+        return InnerOutputs(first, times, not self.outputs.keeps_states, pull, samples=samples)
 
 
 @dataclass
@@ -257,6 +259,7 @@ class BackwardPass:
         """Pull `a` back over the event at the head of a segment; return the state with which the segment begins."""
         if isinstance(head, Step) or not isinstance(self.solver, AugmentedSolver):
             return before
+        self.f.enter(head.t, self.cotangents.times[-1])
         started, g_t = self.solver.pull_start(self.f, head.t, before, a)
         a.add_to_time(head.k, g_t)
         assert isinstance(started, RewindableState)
@@ -283,14 +286,20 @@ class BackwardPass:
             if step.before is not None and not isinstance(state, FixedPoint):
                 before = state.rebuilt_with(kept[step.before])
             inner = inside.pop() if inside else None
+            f.enter(step.t0, step.t1)
             back = solver.pullback(f, StepBack(step.t0, step.t1, before, inner, compares), state, a)
             if f.wants_t:
                 a.finish_step(step.k0, step.k1, 0 if inner is None else inner.first)
             return back
 
-        def on_output(output: Output | InnerOutput, state: RewindableState) -> None:
+        def on_output(output: Output | InnerOutput | StageOutput, state: RewindableState) -> None:
+            if isinstance(output, StageOutput):
+                recorded = cotangents.outputs.pull_stages(output.i, cotangents.grads)
+                inside.extend([] if recorded is None else [InnerOutputs(recorded=recorded)])
+                return
             if isinstance(output, InnerOutput):
-                inside.append(cotangents.inner(output, a))
+                recorded = inside.pop().recorded if inside else None
+                inside.append(cotangents.inner(output, a)._replace(recorded=recorded))
                 return
             z = () if cotangents.outputs.keeps_states else state.point
             accumulate(a.z, cotangents.pull(output.k, z, a))
@@ -317,6 +326,7 @@ class BackwardPass:
         is_small = limits.hold(drift, 8 * self.f.environment.eps_of_state * math.sqrt(len(steps)))
         if self.coarseness and not self.is_sure and not is_small:
             self.is_sure = True
+            self.f.enter(steps[-1].t1, steps[-1].t0)
             self.coarseness = self.coarseness if self._is_coarse(steps[-1].t1, after.point) else 0.0
         coarse = self.coarseness
         self.drift = max(self.drift, drift.row if coarse else drift.component)
@@ -326,6 +336,7 @@ class BackwardPass:
             return self.compares  # else states were kept, and f is another one
         if coarse or drift.row > limits.row:
             return False
+        self.f.enter(steps[0].t0, steps[0].t1)
         return self._effect(steps[0].t0, rebuilt, truth, span, a) <= limits.effect * math.sqrt(len(steps))
 
     def _scale_of_v(self, span: float) -> float:
@@ -384,6 +395,7 @@ class BackwardPass:
             for event in segment:
                 if isinstance(event, Step):
                     tape.step(*event[:4], now)
+                    self.f.enter(event.t0, event.t1)
                     now = self.solver.step(self.f, event.t0, event.t1, now, None, adaptive=False).state
                 else:
                     tape.events.append(event)

@@ -15,11 +15,12 @@ from torch import Tensor
 
 from torchmali.controllers import AdaptiveControllerState, ControllerState, SolveStart, StepController
 from torchmali.errors import InvalidOptionError, NonFiniteError
+from torchmali.jumps import Jumps
 from torchmali.outputs.base import AcceptedStep, Outputs
 from torchmali.refresh import Refresher, RefreshPlan
 from torchmali.solution import Stats
 from torchmali.solvers.base import Attempt, InterpolatingSolver, Slope, Solver
-from torchmali.solvers.leapfrog import Residuals
+from torchmali.solvers.leapfrog import Leapfrog, Residuals
 from torchmali.state.base import RewindableState, State
 from torchmali.state.traced import Traced
 from torchmali.state.vectors import Tensors, Time, first_non_finite, number
@@ -56,6 +57,7 @@ class Job(NamedTuple):
     side_effects: SideEffects
     through_search: bool = False
     locate: bool = False  # say in which step the solution stopped being finite
+    jumps: Jumps | None = None  # times at which f is discontinuous, and the limits of its times: those of f itself
 
 
 class Integration(NamedTuple):
@@ -102,7 +104,7 @@ class Loop(ABC):
     def __init__(self, job: Job):
         self.job, self.t = job, job.times[0]
         self.f, self.solver, self.tape, self.outputs = job.f, job.solver, job.tape, job.outputs
-        self.side_effects = job.side_effects
+        self.side_effects, self.jumps = job.side_effects, job.jumps
         self.is_adaptive = False
         self.alternated_at_the_end = False  # f - v of a short solve, when it was too late for a refresh
 
@@ -131,30 +133,43 @@ class Loop(ABC):
         """Attempt one step, and commit it if it is accepted."""
 
     def _begin(self, z0: Tensors, arithmetic: Any) -> None:
-        job, t, times = self.job, self.t, self.job.times
+        job, t, times, jumps = self.job, self.t, self.job.times, self.jumps
+        self._enter(times[-1])
         mark = self.side_effects.mark()
         self.state, self.carry = self.first_state(z0, arithmetic)
         if self.carry is not None:
             mark = self.side_effects.mark()  # this evaluation is the first stage of the first step
         self.tape.events.append(Start(t))
-        start = SolveStart(self.f, job.solver, t, times[-1], self.state, self.carry, job.through_search)
+        first_jump = None if jumps is None else jumps.first_between(t, times[-1])
+        start = SolveStart(self.f, job.solver, t, times[-1], self.state, self.carry, job.through_search, first_jump)
         self.control = job.controller.begin(start)
         self.is_adaptive = isinstance(self.control, AdaptiveControllerState)
-        n_steps = job.controller.n_steps([number(x) for x in times])
+        n_steps = job.controller.n_steps_with_jumps(job.solver, [number(x) for x in times], jumps)
         self.refresher = Refresher(job.solver, self.is_adaptive, self.control.controlled, n_steps)
         self.side_effects.restore(mark)
-        self.outputs.begin(times, job.controller.ends_on_outputs(job.solver), arithmetic is Traced)
+        self.outputs.begin(times, job.controller.ends_on_outputs(job.solver), arithmetic is Traced, jumps)
         self.tape.record_output(0)
         self.outputs.record(0, t, z0)
         if job.locate:
             _raise_if_non_finite(self.state, f"in y0 or in f at the start, t = {number(t):.6g}")
 
     def next_time(self) -> Time:
-        t, target = self.t, self.job.times[self.outputs.stop]
+        t, target = self.t, self._target()
         t1 = self.control.next_time(t, target)
         if t1 is not target and not (t < t1 < target or t > t1 > target):
             self._raise_for_time(t1, target)
         return t1
+
+    def _target(self) -> Time:
+        """The next time on which a step has to end: a jump or an output time."""
+        stop = self.job.times[self.outputs.stop]
+        jump = None if self.jumps is None else self.jumps.first_between(self.t, stop)
+        return stop if jump is None else jump
+
+    def _enter(self, t1: Time) -> None:
+        """Let f be evaluated on the side of a jump on which a step from the present time to t1 lies."""
+        if self.jumps is not None:
+            self.jumps.enter(self.t, t1)
 
     def _raise_for_time(self, t1: Time, target: Time) -> None:
         """A time that is neither the target nor between it and t. Round-off alone may keep it where it is."""
@@ -166,6 +181,7 @@ class Loop(ABC):
             )
 
     def attempt(self, t1: Time, plan: RefreshPlan, state: State) -> tuple[Attempt, Residuals]:
+        self._enter(t1)
         how = self.f, self.t, t1, state, self.carry, self.is_adaptive
         looks_inside = self.outputs.looks_inside(self.t, t1)
         if plan.collects:
@@ -193,7 +209,7 @@ class Loop(ABC):
     def commit(self, t1: Time, attempt: Attempt, residuals: Residuals) -> None:
         """Go on from the end of an accepted attempt."""
         t, before = self.t, self.state
-        k0, k1 = self.outputs.ends(t1)
+        k0, k1 = self.outputs.ends(t, t1)
         self.tape.step(t, t1, k0, k1, before)
         if self.job.locate:
             _raise_if_non_finite(attempt.state, at(t, t1))
@@ -208,7 +224,7 @@ class Loop(ABC):
         found = self.outputs.accept(step)
         if self.outputs.event_at is not None:
             self.tape.insert_time(self.outputs.event_at)
-        self.tape.events += found
+        self.tape.events.extend(found)
         self.carry = step.carry
 
     def refresh_if(self, alternates: bool, plan: RefreshPlan, slope: Tensors | None) -> bool:
@@ -217,8 +233,20 @@ class Loop(ABC):
             # If the only look there was came with the last step, it is too late for a refresh.
             self.alternated_at_the_end = alternates and self.refresher.n_looks == 1 and not self.is_adaptive
             return False
+        if self.jumps is not None and self.jumps.is_at(self.t):
+            return self._leave_jump()
         if plan.refreshes or alternates:
             self._refresh(slope)
+            return True
+        return False
+
+    def _leave_jump(self) -> bool:
+        """Forget the slopes from before a jump; whether v was replaced by f on the other side."""
+        # The controller goes on with its h. Choosing a new one as at the start spares rejections, but not evaluations.
+        self.carry = None
+        if isinstance(self.solver, Leapfrog):
+            self._enter(self.job.times[-1])
+            self._refresh(None)
             return True
         return False
 
@@ -232,8 +260,7 @@ class Loop(ABC):
         if self.tape.rewinds:
             assert isinstance(self.state, RewindableState)
             kept = self.tape.keep(self.state.snapshot_before_refresh())
-        k = self.outputs.waiting - 1 if self.outputs.stops else 0
-        self.tape.events.append(Refresh(self.t, k, kept))
+        self.tape.events.append(Refresh(self.t, self.outputs.moves_with(self.t), kept))
         self.state = self.refresher.refreshed(self.f, self.t, self.state, slope)
         self.side_effects.restore(mark)
 

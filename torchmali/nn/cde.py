@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchmali.controllers import AdaptiveStep, FixedStep, StepController
+from torchmali.controllers import FixedStep, StepController
 from torchmali.errors import InvalidFieldError, InvalidOptionError, InvalidStateError, InvalidTimesError
 from torchmali.gradients.base import GradientMethod
 from torchmali.gradients.mali import MALI
@@ -27,6 +26,10 @@ class NeuralCDE(SolveModule):
     z0 is given to `forward`. control: the kind of path, `CubicControl` or `LinearControl`; with `LinearControl`, steps
     end on the knots, where dX/dt jumps. all_outputs: return z at all times, time first. buffers: see `solve`.
     `last_stats`: see `ODEBlock`.
+
+    With AdaptiveStep (and with FixedStep(land=False)) the knots of a `LinearControl` are `jumps` of `solve`: any solver
+    keeps its order, and no evaluations are lost to rejections there; a leapfrog keeps one state per knot for the
+    backward pass. FixedStep takes the knots as output times, in constant memory with MALI.
     """
 
     def __init__(
@@ -70,13 +73,23 @@ class NeuralCDE(SolveModule):
         if not self.control.jumps:
             y = self.solve(slope, z0, t, **how).y
             return y if self.all_outputs else y[-1]
+        if self.crosses_knots:
+            how["jumps"] = path.knots.detach()
+            if not path.knots.requires_grad:
+                y = self.solve(slope, z0, t, **how).y
+                return y if self.all_outputs else y[-1]
+        # As output times, knots get the gradient of the grid, too.
         times, wanted = _with_knots(t, path.knots)
-        if isinstance(self.controller, AdaptiveStep):
-            how["controller"] = replace(self.controller, land=True)
         if not self.all_outputs:  # no need to keep z at the knots
             how["observe"] = _nothing
             return self.solve(slope, z0, times, **how).y[-1]
         return self.solve(slope, z0, times, **how).y[wanted]
+
+    @property
+    def crosses_knots(self) -> bool:
+        """Whether the knots are given to `solve` as jumps: where its steps would not end on them by themselves."""
+        is_free = self.controller.adaptive or not self.controller.ends_on_outputs(self.solver)
+        return self.control.jumps and is_free
 
     def _start(self, path: Control, t0: Tensor | float, z0: Tensor | None) -> Tensor:
         if self.initial is None:

@@ -272,9 +272,9 @@ class CubicControl(Control):
 class LinearControl(Control):
     """Straight lines from knot to knot. coeffs: (..., length, channels).
 
-    dX/dt jumps at the knots, where `derivative` is the slope on the left. Let steps end on the knots, and use ALF: it
-    evaluates f only inside its steps and keeps its order. Solvers that evaluate f at the ends, such as Heun and RK4,
-    fall to order 1.
+    dX/dt jumps at the knots, where `derivative` is the slope on the left. Give the knots to `solve` as `jumps`. Or let
+    steps end on the knots as output times, and use ALF: it evaluates f only inside its steps and keeps its order.
+    Without `jumps`, solvers that evaluate f at the ends, such as Heun and RK4, fall to order 1.
     """
 
     jumps = True

@@ -14,12 +14,14 @@ import torch
 from torch import Tensor
 
 from torchmali.field.evaluate import Field
+from torchmali.jumps import Jumps
 from torchmali.solvers.base import Attempt, InterpolatingSolver, Slope, Solver
 from torchmali.solvers.cotangent import accumulate
-from torchmali.solvers.interpolation import chunks, interpolated, slope_inside
+from torchmali.solvers.interpolation import RecordedStages, chunks, interpolated, slope_inside
 from torchmali.state.base import State
 from torchmali.state.vectors import Tensors, Time
-from torchmali.tape import InnerOutput, Output
+from torchmali.tape import InnerOutput, Output, StageOutput
+from torchmali.tree import Structure
 
 
 class AcceptedStep:
@@ -33,25 +35,26 @@ class AcceptedStep:
         self.carry = attempt.carry  # f(t1, z1), if it is known
         self._stages: Sequence[Tensors] = ()
 
-    @property
+    def at(self, times: Sequence[Time], samples: Tensor | None = None) -> Tensors:
+        """z at times inside the step, from the solver's interpolant, in leaves of shape (len(times), ...).
+
+        samples: for each time the one sample of the batch that is wanted.
+        """
+        assert isinstance(self.solver, InterpolatingSolver)
+        point, stages = self.before.point, self.stages()
+        return interpolated(self.solver.interpolant, point, self.t0, self.t1, times, stages, samples)
+
     def stages(self) -> Sequence[Tensors]:
-        """The slopes to which the interpolant gives weights. Those that the step lacks are evaluated once."""
+        """The slopes to which the solver's interpolant gives weights; those that the step lacks are evaluated once."""
         assert isinstance(self.solver, InterpolatingSolver)
         if not self._stages:
             self._stages, self.carry = self.solver.inner_stages(self.f, self.t0, self.t1, self.before, self.attempt)
         return self._stages
 
-    def at(self, times: Sequence[Time]) -> Tensors:
-        """z at times inside the step, from the solver's interpolant, in leaves of shape (len(times), ...)."""
-        stages = self.stages
-        assert isinstance(self.solver, InterpolatingSolver)
-        return interpolated(self.solver.interpolant, self.before.point, self.t0, self.t1, times, stages)
-
     def slope_at(self, t: float) -> Tensors:
         """dz/dt at a time inside the step, along the solver's interpolant."""
-        stages = self.stages
         assert isinstance(self.solver, InterpolatingSolver)
-        return slope_inside(self.solver.interpolant, self.t0, self.t1, t, stages)
+        return slope_inside(self.solver.interpolant, self.t0, self.t1, t, self.stages())
 
 
 class Pulled(NamedTuple):
@@ -85,6 +88,8 @@ class Outputs(ABC):
     stops: bool = True  # steps end on every output time; else on the last one, and others are interpolated
     waiting: int = 1  # the first output that has not been recorded
     stop: int = 1  # the output on which steps end next
+    origin: int = 0  # the output on which a step ended last
+    jumps: Jumps | None = None  # steps end on those outputs, too, at which f jumps
     event_at: int | None = None  # the output that is an event, at which the solve ended (see outputs/until_event.py)
     looks_at_steps: bool = False  # every accepted step is looked at, so that its numbers have to be in range
     is_traced: bool = False  # y has a graph that the results must not lose (Naive)
@@ -104,6 +109,13 @@ class Outputs(ABC):
         If `keeps_states`, z may be empty.
         """
 
+    def samples_of(self, first: int, end: int) -> Tensor | None:
+        """The sample of the batch to which each of the outputs from `first` to end - 1 belongs; None: they are of all.
+
+        If there is one, `record_inner` and `pull_inner` deal with these samples alone.
+        """
+        return None
+
     def record_inner(self, first: int, times: Sequence[Time], z: Tensors) -> None:
         """Take in y[first], y[first + 1], ... at these times, from leaves of shape (len(times), ...)."""
         for i, t in enumerate(times):
@@ -120,6 +132,10 @@ class Outputs(ABC):
         dt = None if found[0].t is None else [x for pulled in reversed(found) if (x := pulled.t) is not None]
         return InnerPulled([_stacked(parts) for parts in zip(*(x.z for x in reversed(found)), strict=True)], theta, dt)
 
+    def pull_stages(self, i: int, grads: Sequence[Tensor | None]) -> RecordedStages | None:
+        """From dL/dresults to z and the stages of the i-th step, if the results hold these. Here: they do not."""
+        return None
+
     def solution(self, results: Tensors) -> tuple[Tensors, Tensor | None]:
         """What `Solution` holds: the leaves of y, and what was observed."""
         return results, None
@@ -131,6 +147,10 @@ class Outputs(ABC):
     def of_given_times(self, per_time: Sequence[Any]) -> list[Any]:
         """Of numbers for all output times, those for the times that the solve was given: all but that of an event."""
         return [x for k, x in enumerate(per_time) if k != self.event_at]
+
+    def trajectory(self, results: Tensors, structure: Structure, t: Tensor) -> Any:
+        """The solution as a function of time (`Solution.dense`), if the results have all it takes. Here: None."""
+        return None
 
     def contents(self) -> Any:
         """What has been recorded so far, for `restore_contents`."""
@@ -164,15 +184,30 @@ class Outputs(ABC):
         """A context around all calls of `pull`. t, z: those of the first output."""
         return nullcontext()
 
-    def begin(self, times: Sequence[Time], stops: bool, is_traced: bool) -> None:
+    def begin(self, times: Sequence[Time], stops: bool, is_traced: bool, jumps: Jumps | None = None) -> None:
         """Begin a solve. stops: whether steps end on every output time. is_traced: whether autograd follows it."""
-        self.times, self.stops, self.is_traced = times, stops, is_traced
-        self.waiting, self.stop = 1, 1 if stops else len(times) - 1
+        self.times, self.stops, self.is_traced, self.jumps = times, stops, is_traced, jumps
+        self.origin, self.waiting, self.stop = 0, 1, self._stop_from(1)
 
-    def ends(self, t1: Time) -> tuple[int, int]:
-        """The output times with which the ends of a step to t1 move (see tape.Step)."""
-        k0 = self.waiting - 1 if self.stops else 0
-        return k0, self.stop if t1 is self.times[self.stop] else k0
+    def _stop_from(self, k: int) -> int:
+        """Return the first output from the k-th on, on which steps end."""
+        times, end, jumps = self.times, len(self.times) - 1, self.jumps
+        if self.stops or k >= end:
+            return k
+        if jumps is None:
+            return end
+        # Times of each sample may repeat: the last one is the end of the step, the others lie inside.
+        ends = (i for i in range(k, end) if times[0] != times[i] != times[i + 1] and jumps.is_at(times[i]))
+        return next(ends, end)
+
+    def ends(self, t: Time, t1: Time) -> tuple[int | None, int | None]:
+        """The output times with which the ends of a step from t to t1 move (see tape.Step)."""
+        return self.moves_with(t), self.stop if t1 is self.times[self.stop] else self.moves_with(t1)
+
+    def moves_with(self, t: Time) -> int | None:
+        """The output time with which a point of the grid moves; None if that is a jump, which does not move."""
+        is_fixed = self.jumps is not None and self.jumps.was_passed(self.times[self.origin], t)
+        return None if is_fixed else self.origin
 
     def passes_over(self, t1: Time) -> bool:
         """Whether `accept` need not see a step to t1. An output that looks at every step returns False."""
@@ -185,17 +220,17 @@ class Outputs(ABC):
         next_time = self.times[self.waiting]
         return bool(next_time <= t1 if t < t1 else next_time >= t1)
 
-    def accept(self, step: AcceptedStep) -> list[Output | InnerOutput]:
+    def accept(self, step: AcceptedStep) -> list[Output | InnerOutput | StageOutput]:
         """Record the outputs inside the step and at its end; return them for the tape."""
         stop = self.stop
-        found = [] if self.stops else self._inside(stop, step)
+        found: list[Output | InnerOutput | StageOutput] = [] if self.stops else [*self._inside(stop, step)]
         if step.t1 is self.times[stop]:
             found.append(Output(stop))
             self.record(stop, self.times[stop], step.end.point)
-            self.waiting = self.stop = stop + 1
+            self.origin, self.waiting, self.stop = stop, stop + 1, self._stop_from(stop + 1)
         return found
 
-    def _inside(self, stop: int, step: AcceptedStep) -> list[Output | InnerOutput]:
+    def _inside(self, stop: int, step: AcceptedStep) -> list[InnerOutput]:
         times, first, forward = self.times, self.waiting, self.times[-1] > self.times[0]
         end = first
         while end < stop and (times[end] <= step.t1 if forward else times[end] >= step.t1):
@@ -204,16 +239,16 @@ class Outputs(ABC):
             return []
         for i, j in chunks(end - first):
             inside = times[first + i : first + j]
-            self.record_inner(first + i, inside, step.at(inside))
+            self.record_inner(first + i, inside, step.at(inside, self.samples_of(first + i, first + j)))
         self.waiting = end
         return [InnerOutput(first, end)]
 
     def mark(self) -> Any:
         """How far the outputs have come, for `restore`."""
-        return self.waiting, self.stop, self.contents()
+        return self.origin, self.waiting, self.stop, self.contents()
 
     def restore(self, mark: Any) -> None:
-        self.waiting, self.stop, contents = mark
+        self.origin, self.waiting, self.stop, contents = mark
         self.restore_contents(contents)
 
 

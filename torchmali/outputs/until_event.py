@@ -17,10 +17,11 @@ from torch import Tensor
 from torchmali.errors import EventNotFoundError
 from torchmali.events import DIRECTIONS, EventFunctions, Root, first_root
 from torchmali.field.evaluate import Field
+from torchmali.jumps import Jumps
 from torchmali.outputs.base import AcceptedStep, InnerPulled, Outputs, Pulled
 from torchmali.solvers.interpolation import chunks
 from torchmali.state.vectors import Tensors, Time, number
-from torchmali.tape import InnerOutput, Output
+from torchmali.tape import InnerOutput, Output, StageOutput
 
 POINTS = (0.2, 0.4, 0.6, 0.8)  # of a step, at which the signs of g are compared beside its ends
 ROUND_OFF = 1000  # eps of the largest value in the first step: a smaller value at the start counts as zero
@@ -143,9 +144,9 @@ class EventOutputs(Outputs):
 
     # The forward pass.
 
-    def begin(self, times: Sequence[Time], stops: bool, is_traced: bool) -> None:
-        super().begin(times, stops, is_traced)
-        self.inner.begin(times, stops, is_traced)
+    def begin(self, times: Sequence[Time], stops: bool, is_traced: bool, jumps: Jumps | None = None) -> None:
+        super().begin(times, stops, is_traced, jumps)
+        self.inner.begin(times, stops, is_traced, jumps)
 
     def passes_over(self, t1: Time) -> bool:
         return False
@@ -159,13 +160,14 @@ class EventOutputs(Outputs):
     def record_inner(self, first: int, times: Sequence[Time], z: Tensors) -> None:
         self.inner.record_inner(first, times, z)
 
-    def accept(self, step: AcceptedStep) -> list[Output | InnerOutput]:
-        assert self.detector is not None and step.stages  # evaluated in the grad mode that is on
+    def accept(self, step: AcceptedStep) -> list[Output | InnerOutput | StageOutput]:
+        assert self.detector is not None
+        step.stages()  # evaluated in the grad mode that is on
         with torch.no_grad():
             self.root = self.detector.look(step)
         return super().accept(step) if self.root is None else self._end_at(self.root, step)
 
-    def _end_at(self, root: Root, step: AcceptedStep) -> list[Output | InnerOutput]:
+    def _end_at(self, root: Root, step: AcceptedStep) -> list[Output | InnerOutput | StageOutput]:
         """Record the outputs up to a root, and the state there."""
         times, t, first, forward = self.times, root.t, self.waiting, self.times[-1] > self.times[0]
         end = first

@@ -55,7 +55,7 @@ class Cotangent:
         self._t0, self._t1 = self._t0 + dt0, self._t1 + dt1
         self._inside = inside or self._inside
 
-    def finish_step(self, k0: int, k1: int, first: int) -> None:
+    def finish_step(self, k0: int | None, k1: int | None, first: int) -> None:
         """Hand the step's dL/dt on to the output times with which its ends move, and begin the next step.
 
         first: the first output inside the step.
@@ -66,9 +66,9 @@ class Cotangent:
             self.add_to_time(k, dt)
         self._t0, self._t1, self._inside = 0.0, 0.0, ()
 
-    def add_to_time(self, k: int, dt: Time | None) -> None:
-        """Add to dL/dt of an output time."""
-        if dt is not None:
+    def add_to_time(self, k: int | None, dt: Time | None) -> None:
+        """Add to dL/dt of an output time; k=None: of a time that does not move."""
+        if k is not None and dt is not None:
             self.times[k] = self.times[k] + dt
 
     def begun(self) -> None:

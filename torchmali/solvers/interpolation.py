@@ -16,23 +16,40 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from torchmali.solvers.cotangent import accumulate
 from torchmali.solvers.dense import Interpolant
 from torchmali.state.vectors import Tensors, Time, combine, number
 
 CHUNK = 16  # outputs that are handled at once: their memory does not grow with the number of outputs in a step
 
 
+class RecordedStages(NamedTuple):
+    """Cotangents of what a dense solution holds of a step (outputs/dense.py)."""
+
+    z: Sequence[Tensor | None]  # dL/dz0
+    stages: Sequence[Sequence[Tensor | None]]  # dL/dk_j of the stages with a weight
+    t0: float = 0.0
+    t1: float = 0.0
+
+
+def _no_cotangents(i: int, j: int, y: Tensors) -> Sequence[Tensor | None]:
+    return ()
+
+
 class InnerOutputs(NamedTuple):
     """Outputs y[first], y[first + 1], ... that were read from the interpolant of a step, as a backward pass meets them.
 
     pull(i, j, y): dL/dy of the outputs from the i-th to the one before the j-th, leaves of shape (j - i, ...), where y
-    holds these outputs in the same way. needs_states: whether `pull` needs y; else y may be empty.
+    holds these outputs in the same way. needs_states: whether `pull` needs y; else y may be empty. recorded: cotangents
+    of z and of the stages themselves, which may be there beside such outputs, or alone.
     """
 
-    first: int
-    times: Sequence[Any]
-    needs_states: bool
-    pull: Callable[[int, int, Tensors], Sequence[Tensor | None]]
+    first: int = 0
+    times: Sequence[Any] = ()
+    needs_states: bool = False
+    pull: Callable[[int, int, Tensors], Sequence[Tensor | None]] = _no_cotangents
+    recorded: RecordedStages | None = None
+    samples: Tensor | None = None  # the sample of the batch to which each belongs; None: outputs are of all
 
 
 class InnerCotangents(NamedTuple):
@@ -70,16 +87,25 @@ def weights(rows: Sequence[Sequence[float]], theta: Tensor) -> Tensor:
 
 
 def interpolated(
-    interpolant: Interpolant, z: Tensors, t0: Time, t1: Time, times: Sequence[Time], stages: Sequence[Tensors]
+    interpolant: Interpolant,
+    z: Tensors,
+    t0: Time,
+    t1: Time,
+    times: Sequence[Time],
+    stages: Sequence[Tensors],
+    samples: Tensor | None = None,
 ) -> Tensors:
-    """y at times inside the step from z over [t0, t1], in leaves of shape (len(times), ...)."""
+    """y at times inside the step from z over [t0, t1], in leaves of shape (len(times), ...).
+
+    samples: for each time the one sample that is wanted.
+    """
     used = interpolant.used
     w = (t1 - t0) * weights([interpolant.rows[j] for j in used], thetas(t0, t1, times))
     outputs = []
     for i, leaf in enumerate(z):
-        y = leaf.unsqueeze(0)
-        for factor, j in zip(_like(w, leaf), used, strict=True):
-            y = torch.addcmul(y, factor, stages[j][i].unsqueeze(0))
+        y = _rows(leaf, samples)
+        for factor, j in zip(factors(w, y), used, strict=True):
+            y = torch.addcmul(y, factor, _rows(stages[j][i], samples))
         outputs.append(y)
     return tuple(outputs)
 
@@ -91,9 +117,14 @@ def slope_inside(interpolant: Interpolant, t0: Time, t1: Time, t: float, stages:
     return combine(None, w[:, 0].tolist(), [stages[j] for j in used])
 
 
-def _like(w: Tensor, leaf: Tensor) -> Tensor:
-    """Weights of shape (stages, n) as factors of a leaf."""
-    return w.to(leaf.device, leaf.dtype).reshape(*w.shape, *[1] * leaf.ndim)
+def _rows(leaf: Tensor, samples: Tensor | None) -> Tensor:
+    """A leaf with one dimension more, for outputs; or the rows of these samples."""
+    return leaf.unsqueeze(0) if samples is None else leaf.index_select(0, samples.to(leaf.device))
+
+
+def factors(w: Tensor, rows: Tensor) -> Tensor:
+    """Weights of shape (stages, n) as factors of rows of outputs."""
+    return w.to(rows.device, rows.dtype).reshape(*w.shape, *[1] * (rows.ndim - 1))
 
 
 def pull_inner(
@@ -114,17 +145,21 @@ def pull_inner(
     dt0: Time = 0.0
     dt1: Time = 0.0
     dt: list[Time] = []
+    if inner.recorded is not None:
+        sums.add_recorded(inner.recorded)
+        dt0, dt1 = inner.recorded.t0, inner.recorded.t1
     for i, j in chunks(len(inner.times)):
         times = inner.times[i:j]
         with torch.no_grad():
-            y = interpolated(interpolant, z, t0, t1, times, stages) if inner.needs_states else ()
+            samples = None if inner.samples is None else inner.samples[i:j]
+            y = interpolated(interpolant, z, t0, t1, times, stages, samples) if inner.needs_states else ()
         a = inner.pull(i, j, y)
         theta = thetas(t0, t1, times)
         with torch.no_grad():
-            sums.add(a, theta)
+            sums.add(a, theta, samples)
             if wants_t:
                 theta = theta.to(z[0].device) if z[0].device.type != "mps" else theta.to(z[0])  # MPS has no float64
-                d, m = sums.along(a, theta, stages)
+                d, m = sums.along(a, theta, stages, samples)
                 dt += d.unbind()
                 dt0, dt1 = dt0 - (m + (1 - theta) * d).sum(), dt1 + (m - theta * d).sum()
     return InnerCotangents(sums.z, sums.stages, dt0, dt1, dt)
@@ -141,19 +176,29 @@ class _Sums:
         for j in used:
             self.stages[j] = [torch.zeros_like(leaf) for leaf in z]
 
-    def add(self, a: Sequence[Tensor | None], theta: Tensor) -> None:
+    def add(self, a: Sequence[Tensor | None], theta: Tensor, samples: Tensor | None) -> None:
         """Add the shares of z and of the stages in some outputs."""
         w = self.h * weights(self.rows, theta)
         for i, g in enumerate(a):
             if g is None:
                 continue
-            self.z[i] += g.sum(0)
-            for factor, j in zip(_like(w, self.z[i]), self.used, strict=True):
+            _add_rows(self.z[i], g, samples)
+            for factor, j in zip(factors(w, g), self.used, strict=True):
                 stage = self.stages[j]
                 assert stage is not None
-                stage[i] += (factor * g).sum(0)
+                _add_rows(stage[i], factor * g, samples)
 
-    def along(self, a: Sequence[Tensor | None], theta: Tensor, stages: Sequence[Tensors]) -> tuple[Tensor, Tensor]:
+    def add_recorded(self, recorded: RecordedStages) -> None:
+        """Add the cotangents of z and of the stages themselves."""
+        accumulate(self.z, recorded.z)
+        for j, g in zip(self.used, recorded.stages, strict=True):
+            stage = self.stages[j]
+            assert stage is not None
+            accumulate(stage, g)
+
+    def along(
+        self, a: Sequence[Tensor | None], theta: Tensor, stages: Sequence[Tensors], samples: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         """D and M of each output."""
         slopes = weights_of_slopes(self.rows, theta)
         means = weights(self.rows, theta)
@@ -161,10 +206,18 @@ class _Sums:
         for i, g in enumerate(a):
             for n, j in enumerate(self.used):
                 if g is not None:
-                    dots = (g * stages[j][i]).flatten(1).sum(1) if g.ndim > 1 else g * stages[j][i]
-                    dots = dots.to(theta)
+                    products = g * _rows(stages[j][i], samples)
+                    dots = products.reshape(len(theta), -1).sum(1).to(theta)
                     d, m = d + slopes[n] * dots, m + means[n] * dots
         return d, m
+
+
+def _add_rows(total: Tensor, rows: Tensor, samples: Tensor | None) -> None:
+    """Add the sum of all rows, or each to that of its sample."""
+    if samples is None:
+        total += rows.sum(0)
+    else:
+        total.index_add_(0, samples.to(total.device), rows)
 
 
 def weights_of_slopes(rows: Sequence[Sequence[float]], theta: Tensor) -> Tensor:

@@ -547,10 +547,10 @@ def signs_of(point: Tensor, slope: Tensor, time: float, grid: Tensor | None, spa
     slices = [near] if near.ndim == 1 else slices or [near.reshape(1)]
     of_slices = torch.cat(slices) if len(slices) > 1 else slices[0]
     smallest_slice = torch.where(of_slices > 0, of_slices, math.inf).amin()
-    # Each beside the largest of its kind: a single element with a small z and a large v only passes through zero.
-    # (fmax passes over the nan of a leaf in which all are zero; a quotient of zero may be too small for a float.)
-    relative = torch.fmax(point / of_point, slope / of_slope)
-    relative = torch.where(near > 0, relative, 1.0)
+    # With what v adds until the next look: a single element with a small z and a large v only passes through zero, and
+    # one with a small v stays behind where others grow. (A quotient may be too small for a float, but not nan then.)
+    far = torch.maximum(point, slope * time)
+    relative = torch.where(near > 0, far / far.amax(), 1.0)
     n_lacking = (relative < 2.0 ** -(spare + LACKING_SHARE)).sum().to(point.dtype)
     return torch.stack([of_point, of_slope, smallest_slice, n_lacking, relative.amin()])
 

@@ -19,6 +19,8 @@ from torchmali.controllers import (
 )
 from torchmali.errors import (
     DoubleBackwardError,
+    EventNotFoundError,
+    GrazingEventError,
     IncompatibleError,
     InvalidFieldError,
     InvalidOptionError,
@@ -32,6 +34,7 @@ from torchmali.errors import (
     StepUnderflowError,
     UnknownMethodError,
 )
+from torchmali.events import Event
 from torchmali.gradients.aca import ACA
 from torchmali.gradients.adjoint import Adjoint
 from torchmali.gradients.base import GradientMethod
@@ -58,7 +61,7 @@ from torchmali.solvers.runge_kutta import (
     Tableau,
     Tsit5,
 )
-from torchmali.torchdiffeq import odeint, odeint_adjoint
+from torchmali.torchdiffeq import odeint, odeint_adjoint, odeint_event
 
 __version__ = "0.1.0.dev0"
 
@@ -77,8 +80,11 @@ __all__ = [
     "Dopri8",
     "DoubleBackwardError",
     "Euler",
+    "Event",
+    "EventNotFoundError",
     "FixedStep",
     "GradientMethod",
+    "GrazingEventError",
     "Heun",
     "Heun3",
     "HeunEuler",
@@ -115,6 +121,7 @@ __all__ = [
     "audit",
     "odeint",
     "odeint_adjoint",
+    "odeint_event",
     "rms_norm",
     "solve",
     "solve_back",

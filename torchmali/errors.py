@@ -54,6 +54,14 @@ class DoubleBackwardError(SolverError, RuntimeError):
     """Second derivatives were asked of a method that gives first ones only."""
 
 
+class EventNotFoundError(SolverError, RuntimeError):
+    """No event was found until the end of a solve."""
+
+
+class GrazingEventError(SolverError, RuntimeError):
+    """The derivative of an event time was asked for where the event function only touches zero."""
+
+
 class SolverWarning(UserWarning):
     """The solve continued, but its setup is probably not what was meant, or its result less exact than it should be."""
 

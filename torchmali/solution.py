@@ -54,6 +54,10 @@ class Solution(NamedTuple):
     observed: Any = None  # the sum of what `observe` returned; y is then at t[-1:] only
     code: Any = None  # with return_code=True: a Code
     dense: Any = None  # with dense=True: the solution as a function of time
+    event_t: Any = None  # with event=...: the time at which the solve ended, 0-d, differentiable
+    event_y: Any = None  # y there, with y0's structure and shapes, differentiable
+    event_index: Any = None  # (which event of the list, which component of its flattened value)
+    event_times: Any = None  # for each event its roots, those of terminal=False too; without gradients
 
     def __call__(self, t: Any, derivative: bool = False) -> Any:
         """Return y at any time between t[0] and t[-1] (dense=True), differentiable.
@@ -77,6 +81,7 @@ class Solution(NamedTuple):
         for name, value in (("observed", self.observed), ("code", self.code)):
             parts += [] if value is None else [f"{name}: {_shapes(value)}"]
         parts += [] if self.dense is None else ["dense"]
+        parts += [] if self.event_t is None else [f"event at {self.event_t.item():.6g}"]
         return f"Solution({', '.join(parts)})"
 
 

@@ -23,6 +23,7 @@ from torchmali.errors import (
     InvalidTimesError,
     warn,
 )
+from torchmali.events import EventFunctions, differentiable_root, events_of
 from torchmali.field.evaluate import Field, time_dtype
 from torchmali.field.randomness import Source
 from torchmali.gradients.adjoint import Adjoint
@@ -35,6 +36,7 @@ from torchmali.outputs.dense import DenseOutputs
 from torchmali.outputs.observed import ObservedOutputs, Observer
 from torchmali.outputs.per_sample import SampleOutputs, SampleTimes
 from torchmali.outputs.stored import StoredOutputs
+from torchmali.outputs.until_event import Detector, EventOutputs
 from torchmali.solution import Solution
 from torchmali.solvers.base import InterpolatingSolver, Solver
 from torchmali.solvers.leapfrog import ALF
@@ -71,6 +73,8 @@ def solve(
     buffers: str = "update",
     observe: Callable | None = None,
     outputs: Outputs | None = None,
+    event: Any = None,
+    on_no_event: str = "raise",
     return_code: bool = False,
     dense: bool = False,
     generator: Generator | None = None,
@@ -103,6 +107,20 @@ def solve(
     outputs: an object that makes something else of the solution than y at all times (docs/extending.md). It is given in
     place of `observe`.
 
+    event: a function g(t, y, *args) that returns a tensor of any shape, an Event (which may have a direction, or let
+    the solve go on), or a list of both. The solve ends where a component of g first changes its sign: at `event_t`; y
+    there is `event_y`. Both have first derivatives by all that y has, and by the parameters of g. `event_index` says
+    which event of the list it was, and which component of its flattened value. `t` and `y` are cut to the output times
+    up to event_t. `event_times` has for each event the times of its roots, without gradients. on_no_event: without an
+    event until t[-1], "raise" an EventNotFoundError, or "flag" it: event_t is None.
+
+    Signs of g are compared at the ends of each step and at four points inside it, and the root is found there to
+    round-off, on the interpolant of the step: f is not evaluated for it, unless the interpolant itself needs a stage
+    (three with Dopri8). Two roots between neighbouring points are not seen (docs/limits.md): use shorter steps. If g is
+    zero at t[0], the sign that it takes on after t[0] counts. g is one event for all samples of a batch. It must be a
+    plain function, without random numbers and without buffers that change. With `observe`, the sum is over the output
+    times up to the event, and y is event_y, as y[-1]. Events go with `jumps`, not with `dense` or times of each sample.
+
     jumps: times at which f, not y, is discontinuous, in any order. Steps end on each of them, and f is evaluated on the
     side on which the step lies, whatever its value at the jump itself; behind a jump no slope from before it is used
     (leapfrogs evaluate f once more there, and keep one state where a backward pass follows). Jumps get no gradient. An
@@ -117,17 +135,9 @@ def solve(
     and what the gradient method keeps besides. Gradients of solution(t) flow wherever those of y do, and to the t that
     it is given, with gradient=ACA() and Naive(). Other methods give values only, where no gradient is wanted.
     """
-    for name, value, base in (
-        ("solver", solver, Solver),
-        ("controller", controller, StepController),
-        ("gradient", gradient, GradientMethod),
-    ):
-        if not isinstance(value, base):
-            raise InvalidOptionError(
-                f"{name}={value!r} is not a {base.__name__}: give an object such as solver=ALF(), "
-                "controller=FixedStep(0.1), gradient=MALI(). (Names as strings are understood by odeint.)"
-            )
+    _check_parts(solver, controller, gradient)
     _check_outputs(outputs, observe)
+    _check_event(event, on_no_event, solver, outputs, dense)
     _check_dense(dense, solver, outputs, observe)
     gradient.check(solver, controller)
     if return_code and not gradient.on_integers:
@@ -140,7 +150,7 @@ def solve(
     controller = controller.bind(structure)
     _warn_of_tolerance(controller, z0)
     t_out, times, t_moving, samples = _times_of(t, z0)
-    _check_sample_times(samples, solver, controller, gradient, (observe, outputs, dense or None))
+    _check_sample_times(samples, solver, controller, gradient, (observe, outputs, dense or None, event))
     _warn_of_times(times, z0)
     no_jumps = isinstance(jumps, tuple) and not jumps
     found = None if no_jumps else checked_jumps(jumps, times, time_dtype(z0))
@@ -153,7 +163,7 @@ def solve(
     )
     field = make_field(remembers=True, jumps=found)
     observer = None if observe is None else Observer(observe, z0, structure, source, looks_for_leaves)
-    _check_processes(field, observer, solver, controller, gradient)
+    _check_processes(field, observer, solver, controller, gradient, event)
     for function in (field, observer):
         if looks_for_leaves and function is not None and any(map(is_lazy, function.theta)):
             raise InvalidFieldError(
@@ -162,7 +172,8 @@ def solve(
     wants_t = t_moving.requires_grad or has_tangent(t_moving)
     if dense and isinstance(solver, InterpolatingSolver):
         outputs = DenseOutputs(len(times), len(z0), solver.interpolant, wants_t)
-    outputs = _outputs_of(outputs, observer, samples, len(times))
+    functions = None if event is None else EventFunctions(events_of(event), field.scalar, structure, args)
+    outputs = _outputs_of(outputs, observer, samples, functions, len(times))
     problem = Problem(field, z0, times, t_moving if wants_t else None, solver, controller, outputs, return_code)
     _check_gradient_of_dense(dense, problem, gradient)
     try:
@@ -175,7 +186,64 @@ def solve(
         results, stats, done = gradient.solve(replace(problem, field=make_field(jumps=found), outputs=outputs))
     y, observed = outputs.solution(results)
     code = Code.of(done.state, done.tape, solver, structure, args, found) if return_code else None
-    return Solution(t_out, structure.rebuild(y), stats, observed, code, outputs.trajectory(results, structure, t_out))
+    trajectory = outputs.trajectory(results, structure, t_out)
+    solution = Solution(t_out, structure.rebuild(y), stats, observed, code, trajectory)
+    return _with_event(solution, outputs, results, on_no_event)
+
+
+def _check_parts(solver: Any, controller: Any, gradient: Any) -> None:
+    for name, value, base in (
+        ("solver", solver, Solver),
+        ("controller", controller, StepController),
+        ("gradient", gradient, GradientMethod),
+    ):
+        if not isinstance(value, base):
+            raise InvalidOptionError(
+                f"{name}={value!r} is not a {base.__name__}: give an object such as solver=ALF(), "
+                "controller=FixedStep(0.1), gradient=MALI(). (Names as strings are understood by odeint.)"
+            )
+
+
+def _check_event(event: Any, on_no_event: str, solver: Solver, outputs: Any, dense: bool) -> None:
+    if on_no_event not in ("raise", "flag"):
+        raise InvalidOptionError(f'on_no_event={on_no_event!r}: "raise" (an error) or "flag" (event_t is None).')
+    if event is None:
+        return
+    events_of(event)
+    if not isinstance(solver, InterpolatingSolver):
+        raise IncompatibleError(
+            f"Events are found on the interpolant of a step, but {type(solver).__name__} has none. Use solver=ALF(), "
+            "ALF(order=4), Dopri5() or another Runge-Kutta solver."
+        )
+    if outputs is not None:
+        raise InvalidOptionError("outputs=... cannot end at an event=...: give one of the two, or observe=... .")
+    if dense:
+        raise IncompatibleError(
+            "dense=True keeps whole steps, but an event=... ends the solve inside of one: give one of the two. For a "
+            "dense solution up to an event, solve a second time, until event_t.detach()."
+        )
+
+
+def _with_event(solution: Solution, outputs: Outputs, results: Tensors, on_no_event: str) -> Solution:
+    """Return the solution with the event at which it ended, if events were looked for."""
+    if not isinstance(outputs, EventOutputs):
+        return solution
+    detector, t, root = outputs.detector, solution.t, outputs.root
+    assert detector is not None
+    functions = detector.functions
+    times = [torch.tensor(found, dtype=t.dtype, device=t.device) for found in detector.found]
+    if root is None or outputs.event_at is None:
+        if on_no_event == "raise" and any(event.terminal for event in functions.events):
+            detector.raise_for_none()
+        return solution._replace(event_times=times)
+    now = torch.tensor(root.t, dtype=t.dtype, device=t.device)
+    event_t, event_z = differentiable_root(root, now, results[-outputs.n_leaves :], functions)
+    event_y = functions.structure.rebuild(event_z)
+    y = solution.y if outputs.keeps_states else functions.structure.rebuild([z[None] for z in event_z])
+    index = root.event, root.component
+    return solution._replace(
+        t=t[: outputs.event_at], y=y, event_t=event_t, event_y=event_y, event_index=index, event_times=times
+    )
 
 
 def _check_dense(dense: bool, solver: Solver, outputs: Any, observe: Any) -> None:
@@ -221,13 +289,17 @@ def _times_of(t: Any, z0: Tensors) -> Times:
     return Times(given, numbers, given, None)
 
 
-def _outputs_of(given: Outputs | None, observer: Observer | None, samples: SampleTimes | None, n: int) -> Outputs:
+def _outputs_of(
+    given: Outputs | None, observer: Observer | None, samples: SampleTimes | None, events: EventFunctions | None, n: int
+) -> Outputs:
     """What is recorded in a solve with n output times."""
     if samples is not None:
         return SampleOutputs(samples.shape, samples.rows, samples.samples)
     if observer is not None:
-        return ObservedOutputs(observer, n)
-    return StoredOutputs(n) if given is None else given.again()  # the given object stays as it is
+        found = ObservedOutputs(observer, n)
+    else:
+        found = StoredOutputs(n) if given is None else given.again()  # the given object stays as it is
+    return found if events is None else EventOutputs(found, Detector(events), events.structure.spec.num_leaves)
 
 
 def _check_sample_times(
@@ -238,8 +310,8 @@ def _check_sample_times(
         return
     if any(x is not None for x in others):
         raise IncompatibleError(
-            "t of shape (times, samples) returns y at the times of each sample: leave observe=, outputs= and dense= "
-            "out, and make the loss from y, which is nan where t is."
+            "t of shape (times, samples) returns y at the times of each sample: leave observe=, outputs=, dense= "
+            "and event= out, and make the loss from y, which is nan where t is."
         )
     if isinstance(gradient, Adjoint):
         raise IncompatibleError(
@@ -266,11 +338,17 @@ def _check_outputs(outputs: Any, observe: Any) -> None:
 
 
 def _check_processes(
-    field: Field, observer: Observer | None, solver: Solver, controller: StepController, gradient: GradientMethod
+    field: Field,
+    observer: Observer | None,
+    solver: Solver,
+    controller: StepController,
+    gradient: GradientMethod,
+    event: Any,
 ) -> None:
     """Raise if processes that wait for each other could make different numbers of evaluations."""
     waits = field.environment.synchronises or (observer is not None and observer.environment.synchronises)
     parts = gradient.data_dependent_parts(solver, controller) if waits else []
+    parts += ["event=..."] if waits and event is not None else []
     if parts:
         raise IncompatibleError(
             "A SyncBatchNorm makes each evaluation wait for the same one in all processes, but with "

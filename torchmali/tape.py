@@ -105,6 +105,16 @@ class Tape:
     def record_output(self, k: int) -> None:
         self.events.append(Output(k))
 
+    def insert_time(self, k: int) -> None:
+        """Renumber the output times from the k-th on, before which the time of an event was inserted.
+
+        Only the end of the last step can refer to them: the solve ends there.
+        """
+        i = max(i for i, event in enumerate(self.events) if isinstance(event, Step))
+        step = self.events[i]
+        assert isinstance(step, Step)
+        self.events[i] = step if step.k1 is None or step.k1 < k else step._replace(k1=step.k1 + 1)
+
     def keep(self, snapshot: Snapshot) -> int:
         """Keep a snapshot and return its position."""
         self.kept.append(snapshot)

@@ -1,4 +1,4 @@
-"""torchdiffeq's `odeint` and `odeint_adjoint`, on top of `solve`."""
+"""torchdiffeq's `odeint`, `odeint_adjoint` and `odeint_event`, on top of `solve`."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 import torchmali.solvers.runge_kutta as rk
 from torchmali.controllers import AdaptiveStep, FixedStep, StepController
-from torchmali.errors import InvalidOptionError, UnknownMethodError
+from torchmali.errors import InvalidOptionError, InvalidTimesError, UnknownMethodError
+from torchmali.events import Event
 from torchmali.gradients.aca import ACA
 from torchmali.gradients.adjoint import Adjoint
 from torchmali.gradients.base import GradientMethod
@@ -37,6 +39,11 @@ ADAPTIVE_OPTIONS = {  # torchdiffeq's name: ours
     "max_step": "h_max", "max_num_steps": "max_steps", "norm": "norm",
 }
 # fmt: on
+# With event_fn the end time is not known, and a solve needs one. One far away is better than several solves over longer
+# and longer spans: no step is cut short, and there is one tape. Adaptive steps depend on it only if they are as long,
+# or below 1e-16 times as long (the least that a controller takes for a step); their number is limited in any case.
+FAR = 1e9  # times |t0|, or 1
+MANY_STEPS = 1_000_000  # of fixed size
 
 
 def odeint(
@@ -51,6 +58,7 @@ def odeint(
     gradient: str | GradientMethod | None = None,
     args: tuple = (),
     params: Iterable[Tensor] | None = None,
+    event_fn: Callable | None = None,
 ) -> Any:
     """torchdiffeq's `odeint`, with `gradient` to choose the gradient method; returns y, time first.
 
@@ -59,7 +67,10 @@ def odeint(
     "rk4_classic", or a solver. gradient: "naive" (default), "aca", "mali", "adjoint", "seminorm", or a gradient method.
     options: step_size, or first_step, safety, ifactor, dfactor, min_step, max_step, max_num_steps, norm; and jump_t,
     times at which f jumps (`jumps` of `solve`), with fixed steps, too. Unlike in torchdiffeq, max_num_steps (10,000)
-    limits the whole solve, and fixed steps end at each output time instead of being interpolated.
+    limits the whole solve, and fixed steps end at each output time instead of being interpolated. event_fn: a function
+    of (t, y). The solve goes on until one of its components changes its sign, and returns (event_t, y at t[0] and at
+    event_t), both differentiable; of the other times only t[1] counts, which says in which direction.
+    `solve(event=...)` can do more.
     """
     chosen = _named(gradient, GRADIENTS, GradientMethod, "gradient method", Naive())
     options = dict(options or {})
@@ -72,8 +83,15 @@ def odeint(
     if norm is not None and isinstance(y0, Tensor):
         options["norm"] = lambda x: norm(x[0])  # torchdiffeq's norms take the tensor, ours a tuple of leaves
     controller = _controller(solver, rtol, atol, options)
-    how: dict[str, Any] = {"solver": solver, "controller": controller, "gradient": chosen}
-    return solve(func, y0, t, **how, args=args, params=params, jumps=jumps).y
+    how: dict[str, Any] = {"solver": solver, "controller": controller, "gradient": chosen, "args": args}
+    how |= {"params": params, "jumps": jumps}
+    if event_fn is None:
+        return solve(func, y0, t, **how).y
+    event = Event(lambda t, y, *args: event_fn(t, y))
+    solution = solve(func, y0, _without_end(t, controller), **how, event=event)
+    structure = Structure.of(y0)
+    pairs = zip(structure.flatten(solution.y), structure.flatten(solution.event_y), strict=True)
+    return solution.event_t, structure.rebuild([torch.stack([y[0], end]) for y, end in pairs])
 
 
 def odeint_adjoint(
@@ -91,6 +109,7 @@ def odeint_adjoint(
     adjoint_options: Mapping[str, Any] | None = None,
     adjoint_params: Iterable[Tensor] | None = None,
     args: tuple = (),
+    event_fn: Callable | None = None,
 ) -> Any:
     """torchdiffeq's `odeint_adjoint`: `odeint` with the continuous adjoint. adjoint_options may say norm="seminorm".
 
@@ -114,7 +133,46 @@ def odeint_adjoint(
     tolerances = rtol if adjoint_rtol is None else adjoint_rtol, atol if adjoint_atol is None else adjoint_atol
     gradient = Adjoint(solver, _controller(solver, *tolerances, backward), seminorm)
     forward = {"rtol": rtol, "atol": atol, "method": method, "options": {**(options or {}), "jump_t": jumps}}
-    return odeint(func, y0, t, **forward, gradient=gradient, args=args, params=adjoint_params)
+    return odeint(func, y0, t, **forward, gradient=gradient, args=args, params=adjoint_params, event_fn=event_fn)
+
+
+def odeint_event(
+    func: Callable,
+    y0: Any,
+    t0: Tensor | float,
+    *,
+    event_fn: Callable,
+    reverse_time: bool = False,
+    odeint_interface: Callable = odeint,
+    **kwargs: Any,
+) -> tuple[Tensor, Any]:
+    """torchdiffeq's `odeint_event`: solve from t0 until event_fn(t, y) changes its sign.
+
+    Returns event_t and, time first, y0 and y at the event, all differentiable. reverse_time: solve backwards in time.
+    odeint_interface: `odeint`, `odeint_adjoint`, or a function that calls one of them. kwargs: options of that
+    function.
+    """
+    t0 = t0 if isinstance(t0, Tensor) else torch.tensor(t0, dtype=torch.float64)
+    t0 = t0.reshape(())
+    t = torch.stack([t0, t0.detach() + (-1.0 if reverse_time else 1.0)])
+    return odeint_interface(func, y0, t, event_fn=event_fn, **kwargs)
+
+
+def _without_end(t: Any, controller: StepController) -> Tensor:
+    """The first of these times, and one far away in the direction of the second."""
+    t = t if isinstance(t, Tensor) else torch.as_tensor(t, dtype=torch.float64)
+    if t.ndim != 1 or len(t) < 2:
+        raise InvalidTimesError(f"With event_fn, t is a start and a time in the direction to go; got {t.tolist()}.")
+    start, direction = t[0].detach(), torch.sign(t[1] - t[0]).detach()
+    distance = FAR * max(1.0, abs(start.item()))
+    if isinstance(controller, FixedStep):
+        if math.isinf(controller.h):
+            raise InvalidOptionError(
+                'event_fn with fixed steps needs their size, as in options={"step_size": 0.1}: there is no end time '
+                "from which to take it."
+            )
+        distance = MANY_STEPS * controller.h
+    return torch.stack([t[0], start + direction * distance])
 
 
 def _popped_jumps(options: dict[str, Any]) -> list[float]:

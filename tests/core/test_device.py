@@ -112,6 +112,25 @@ def test_all_gradients_of_a_tree_are_those_of_the_cpu(solver, controller, method
         assert_same_on_both(run, but=6 if mixed else None, rounded=not isinstance(solver, tm.ALF))
 
 
+@pytest.mark.parametrize(("solver", "controller", "method"), CASES[:10], ids=repr)
+def test_an_event_and_its_gradients_are_those_of_the_cpu(solver, controller, method):
+    def run(device: str) -> list[Tensor]:
+        y0, level, t = (moved(torch.tensor(x), device) for x in ([1.0, 0.1], 0.3, [0.0, 0.5, 4.0]))
+        solution = tm.solve(
+            lambda t, y: torch.stack([y[1], -torch.sin(y[0])]),
+            *(y0, t),
+            solver=solver,
+            controller=controller,
+            gradient=method,
+            event=lambda t, y: y[0] - level,
+        )
+        loss = solution.event_t + solution.event_y.sin().sum() + solution.y.sum()
+        return [solution.event_t, solution.event_y, solution.y, *torch.autograd.grad(loss, [y0, level, t])]
+
+    with on_host(method) as mixed:
+        assert_same_on_both(run, but=5 if mixed else None)
+
+
 @pytest.mark.filterwarnings("ignore:MALI rebuilt a state")
 @pytest.mark.parametrize("method", [tm.ACA(), tm.MALI(), tm.MALI(exact=True)], ids=repr)
 def test_refreshes_and_rescales_are_those_of_the_cpu(method):

@@ -98,11 +98,11 @@ class _Adjoint(torch.autograd.Function):
         solved, outputs = solve_without_graph(problem), problem.outputs
         found.append(solved)
         # The states from which the backward solve begins: at every output time, or at the last one.
-        y = solved.results if outputs.keeps_states else tuple(z[None] for z in solved.integration.state.point)
+        y = outputs.backward_states(solved.results, solved.integration.state.point)
         ctx.set_materialize_grads(False)
         ctx.solver = method.solver or problem.solver
         ctx.controller = method.backward_controller(problem.controller, problem.field)
-        ctx.times, ctx.stats, ctx.outputs = problem.times, solved.stats, outputs.fresh()
+        ctx.times, ctx.stats, ctx.outputs = outputs.times, solved.stats, outputs.fresh()
         ctx.field, fixed, n_theta = problem.field.without_tensors(), problem.field.fixed, len(problem.field.theta)
         ctx.sizes = 1, len(y), n_theta, len(outputs.theta), len(fixed), len(y)
         ctx.save_for_backward(*inputs, *fixed, *y)
@@ -120,14 +120,15 @@ class _Adjoint(torch.autograd.Function):
         f.enter(ctx.times[0], ctx.times[-1])
         with f.backward_pass(ctx.times[0], z0), outputs.backward_pass(ctx.times[0], z0):
             require_same(f.is_as_first(ctx.times[0], z0))
-            for k in range(len(ctx.times) - 1, -1, -1):
+            last = len(ctx.times) - 1 if outputs.event_at is None else outputs.event_at
+            for k in range(last, -1, -1):
                 back.pull_output(k, grads)
                 if k > 0:
                     back.solve_to(k - 1)
         if not outputs.keeps_states:
             _warn_of_drift(Floats(back.z, back.z), Floats(z0, z0), ctx.controller)
         ctx.stats.count(n_evals_backward=f.n_evals, n_vjps=f.n_vjps)
-        a_t = None if t is None else torch.stack(back.a_t).to(t)
+        a_t = None if t is None else torch.stack(outputs.of_given_times(back.a_t)).to(t)
         return (None, None, None, a_t, *back.a, *back.a_theta, *back.a_observer)
 
 
@@ -176,7 +177,8 @@ class _AdjointSolve:
     def _pull_moving_jump(self, k: int) -> None:
         """Add what the solution behind an output time depends on a jump there, which moves with it."""
         t, jumps = self.times[k], self.f.jumps
-        if jumps is not None and jumps.is_at(t) and k + 1 < len(self.times):
+        goes_on = k + 1 < len(self.times) and self.times[k + 1] != t  # else it is the end, or an event ends it here
+        if jumps is not None and jumps.is_at(t) and goes_on:
             self.f.enter(t, self.times[-1])
             behind = self.f(t, self.z)
             self.f.enter(t, self.times[0])
@@ -186,6 +188,8 @@ class _AdjointSolve:
         """Solve from times[k + 1] to times[k]."""
         n, start = len(self.z), (*self.z, *self.a, *self.a_theta)
         segment, how = (self.times[k + 1], self.times[k]), {"jumps": self.f.jumps, "warns": False}
+        if segment[0] == segment[1]:  # an event at an output time
+            return
         end = integrate(self.slope, start, segment, self.solver, self.controller, **how).state.point
         self.z, self.a, self.a_theta = end[:n], list(end[n : 2 * n]), end[2 * n :]
 

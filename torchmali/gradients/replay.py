@@ -109,7 +109,7 @@ class _Replay(torch.autograd.Function):
         assert isinstance(end, RewindableState)
         ctx.set_materialize_grads(False)
         ctx.method, ctx.events, ctx.stats = method, tape.events, solved.stats
-        ctx.times, ctx.outputs = problem.times, problem.outputs.fresh()
+        ctx.times, ctx.outputs = problem.outputs.times, problem.outputs.fresh()
         ctx.field, ctx.solver = problem.field.without_tensors(), problem.solver
         snapshots = [end.snapshot(), *tape.kept]
         ctx.forms = [(len(snapshot.tensors), snapshot.form) for snapshot in snapshots]
@@ -140,7 +140,7 @@ class _Replay(torch.autograd.Function):
         if method.inverts:
             ctx.stats.count(reconstruction_error=passed.drift)
         method.judge_backward(passed)
-        a_t = torch.stack([f.scalar(x) for x in a.times]).to(t[0]) if f.wants_t else None
+        a_t = torch.stack([f.scalar(x) for x in ctx.outputs.of_given_times(a.times)]).to(t[0]) if f.wants_t else None
         return (None, None, None, a_t, *a.sums, *a.observer)
 
 

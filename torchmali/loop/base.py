@@ -111,9 +111,14 @@ class Loop(ABC):
     def run(self, z0: Tensors, arithmetic: Any) -> Integration:
         self._begin(z0, arithmetic)
         self.begun()
-        while self.t is not self.job.times[-1]:
+        while not self.has_ended:
             self.advance()
         return Integration(self.state, self.tape, self.control.n_rejected)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the time is the last output time, or an event has ended the solve."""
+        return self.t is self.job.times[-1] or self.outputs.event_at is not None
 
     @abstractmethod
     def first_state(self, z0: Tensors, arithmetic: Any) -> tuple[State, Tensors | None]:
@@ -216,12 +221,15 @@ class Loop(ABC):
         if self.outputs.passes_over(self.t):
             return
         step = AcceptedStep(self.f, self.solver, t, self.t, before, attempt, self.state)
-        self.tape.events.extend(self.outputs.accept(step))
+        found = self.outputs.accept(step)
+        if self.outputs.event_at is not None:
+            self.tape.insert_time(self.outputs.event_at)
+        self.tape.events.extend(found)
         self.carry = step.carry
 
     def refresh_if(self, alternates: bool, plan: RefreshPlan, slope: Tensors | None) -> bool:
         """v <- f(t, z), if the plan or the residuals ask for it; slope: f(t, z), if it is known."""
-        if self.t is self.job.times[-1]:
+        if self.has_ended:
             # If the only look there was came with the last step, it is too late for a refresh.
             self.alternated_at_the_end = alternates and self.refresher.n_looks == 1 and not self.is_adaptive
             return False

@@ -129,6 +129,7 @@ class FixedPointLoop(Loop):
         self.unread.append(attempt.state.seen)
         self.n_reflects += attempt.state.n_moves // 2
         is_due = is_careful or len(self.unread) >= PERIOD or t1 is self.job.times[-1] or plan.refreshes
+        is_due = is_due or self.outputs.looks_at_steps
         is_due = is_due or (self.begins_at_rest and self.t is self.job.times[0])
         is_due = is_due or (self.jumps is not None and self.jumps.is_at(t1))  # v is refreshed there
         if not (self.is_adaptive or plan.decides or is_due):

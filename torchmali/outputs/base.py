@@ -17,7 +17,7 @@ from torchmali.field.evaluate import Field
 from torchmali.jumps import Jumps
 from torchmali.solvers.base import Attempt, InterpolatingSolver, Slope, Solver
 from torchmali.solvers.cotangent import accumulate
-from torchmali.solvers.interpolation import RecordedStages, chunks, interpolated
+from torchmali.solvers.interpolation import RecordedStages, chunks, interpolated, slope_inside
 from torchmali.state.base import State
 from torchmali.state.vectors import Tensors, Time
 from torchmali.tape import InnerOutput, Output, StageOutput
@@ -50,6 +50,11 @@ class AcceptedStep:
         if not self._stages:
             self._stages, self.carry = self.solver.inner_stages(self.f, self.t0, self.t1, self.before, self.attempt)
         return self._stages
+
+    def slope_at(self, t: float) -> Tensors:
+        """dz/dt at a time inside the step, along the solver's interpolant."""
+        assert isinstance(self.solver, InterpolatingSolver)
+        return slope_inside(self.solver.interpolant, self.t0, self.t1, t, self.stages())
 
 
 class Pulled(NamedTuple):
@@ -85,6 +90,8 @@ class Outputs(ABC):
     stop: int = 1  # the output on which steps end next
     origin: int = 0  # the output on which a step ended last
     jumps: Jumps | None = None  # steps end on those outputs, too, at which f jumps
+    event_at: int | None = None  # the output that is an event, at which the solve ended (see outputs/until_event.py)
+    looks_at_steps: bool = False  # every accepted step is looked at, so that its numbers have to be in range
     is_traced: bool = False  # y has a graph that the results must not lose (Naive)
 
     @abstractmethod
@@ -132,6 +139,14 @@ class Outputs(ABC):
     def solution(self, results: Tensors) -> tuple[Tensors, Tensor | None]:
         """What `Solution` holds: the leaves of y, and what was observed."""
         return results, None
+
+    def backward_states(self, results: Tensors, end: Tensors) -> Tensors:
+        """y at the outputs from the last of which a second solve can go back, time first; end: the state at the end."""
+        return results if self.keeps_states else tuple(z[None] for z in end)
+
+    def of_given_times(self, per_time: Sequence[Any]) -> list[Any]:
+        """Of numbers for all output times, those for the times that the solve was given: all but that of an event."""
+        return [x for k, x in enumerate(per_time) if k != self.event_at]
 
     def trajectory(self, results: Tensors, structure: Structure, t: Tensor) -> Any:
         """The solution as a function of time (`Solution.dense`), if the results have all it takes. Here: None."""

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from torchmali.solvers.cotangent import accumulate
 from torchmali.solvers.dense import Interpolant
-from torchmali.state.vectors import Tensors, Time
+from torchmali.state.vectors import Tensors, Time, combine, number
 
 CHUNK = 16  # outputs that are handled at once: their memory does not grow with the number of outputs in a step
 
@@ -108,6 +108,13 @@ def interpolated(
             y = torch.addcmul(y, factor, _rows(stages[j][i], samples))
         outputs.append(y)
     return tuple(outputs)
+
+
+def slope_inside(interpolant: Interpolant, t0: Time, t1: Time, t: float, stages: Sequence[Tensors]) -> Tensors:
+    """dy/dt at a time inside the step over [t0, t1], along its interpolant."""
+    used = interpolant.used
+    w = weights_of_slopes([interpolant.rows[j] for j in used], thetas(number(t0), number(t1), [t]))
+    return combine(None, w[:, 0].tolist(), [stages[j] for j in used])
 
 
 def _rows(leaf: Tensor, samples: Tensor | None) -> Tensor:

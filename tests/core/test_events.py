@@ -614,7 +614,6 @@ def bounces(odeint_event: Any, n: int, **how: Any) -> tuple[list[Tensor], tuple[
         {"odeint_interface": tm.odeint_adjoint},
         {"odeint_interface": tm.odeint_adjoint, "method": "tsit5"},
     ],
-    ids=str,
 )
 def test_odeint_event_is_that_of_torchdiffeq(how: Any):
     times, grads = bounces(tm.odeint_event, 3, **how)

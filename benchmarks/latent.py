@@ -70,7 +70,7 @@ def one_epoch(module: Any, x: Tensor, optimizer: torch.optim.Optimizer) -> dict[
         stats = module.network.generate.last_stats
         found["forward"] += stats.n_evals_forward
         found["backward"] += stats.n_evals_backward
-        found["loss"] += float(loss)
+        found["loss"] += loss.item()
     return found | {"seconds": time.process_time() - start}
 
 

@@ -34,12 +34,14 @@ from torchmali.jumps import checked_jumps
 from torchmali.outputs.base import Outputs
 from torchmali.outputs.dense import DenseOutputs
 from torchmali.outputs.observed import ObservedOutputs, Observer
+from torchmali.outputs.observed_samples import ObservedSamples, wanted_arguments
 from torchmali.outputs.per_sample import SampleOutputs, SampleTimes
 from torchmali.outputs.stored import StoredOutputs
 from torchmali.outputs.until_event import Detector, EventOutputs
 from torchmali.solution import Solution
 from torchmali.solvers.base import InterpolatingSolver, Solver
 from torchmali.solvers.leapfrog import ALF
+from torchmali.spans import OwnSpans, own_spans
 from torchmali.state.vectors import Tensors
 from torchmali.tree import Structure
 
@@ -80,6 +82,7 @@ def solve(
     generator: Generator | None = None,
     randomness: str = "same",
     jumps: Sequence[float] | Tensor = (),
+    spans: str = "common",
 ) -> Solution:
     """Solve dy/dt = func(t, y, *args) from y(t[0]) = y0 and return y at all times t, differentiable.
 
@@ -88,8 +91,16 @@ def solve(
     partials, closures), or to those listed in `params`.
 
     t: two or more times, increasing or decreasing. A tensor of shape (times, samples) gives each sample of the batch
-    (dimension 0 of every leaf of y0) output times of its own, nan where it has none; t[0] is the common start. All
-    samples share one grid of steps, and y has leaves of shape (times, samples, ...), nan where t is.
+    (dimension 0 of every leaf of y0) output times of its own, sorted, nan where it has none; t[0] is the common start.
+    All samples share one grid of steps, and y has leaves of shape (times, samples, ...), nan where t is. dL/dt is 0
+    there.
+
+    spans: with "own", each sample of a t of shape (times, samples) goes from a start t[0] of its own to its last time,
+    forwards or backwards. The steps are taken in a common time from 0 to 1 (so FixedStep(0.1) is ten steps over each
+    span, and the sizes in `stats` are parts of a span), where f is evaluated at the time of each sample: it receives t
+    of shape (samples, 1, ...), with as many dimensions as the largest leaf of y, and returns dy/dt as always. A span of
+    length 0 leaves y0 as it is. With two rows (a start and an end) any controller, solver and gradient method will do.
+    Not with `event`, `dense`, `jumps`, `outputs` or `return_code`.
 
     f runs under the autocast that is on around this call, in the backward pass too. buffers: "update" lets each
     evaluation of an accepted step update the running statistics of modules in f, "freeze" none.
@@ -103,6 +114,12 @@ def solve(
     observe: a function of (t, y), or of (t, y, k) with y = y(t[k]), that returns a tensor. Instead of keeping y at all
     times, its sum over them is returned as `observed`, differentiable (by its parameters, too), and y at the last time
     as y[-1]: with MALI and Adjoint no tensors are kept for the times.
+
+    With times of each sample, observe receives t of shape (samples,) and returns a row for each sample, which must
+    depend on that row of t and y alone. `observed` has a row for each sample, the sum over its times, and y[-1] has y
+    at the last time of each. A call holds one output of some samples, in no order that should matter. `mask` (samples,)
+    says of which, and `k` (samples,) which of its times it is: they are given if observe has arguments called `mask`
+    and `k`. The other rows hold the start, with k = 0. They do not count, nor do they get a gradient.
 
     outputs: an object that makes something else of the solution than y at all times (docs/extending.md). It is given in
     place of `observe`.
@@ -149,20 +166,26 @@ def solve(
     z0 = _checked_state(tuple(_dense(_uncast(z)) for z in structure.flatten(y0)))
     controller = controller.bind(structure)
     _warn_of_tolerance(controller, z0)
-    t_out, times, t_moving, samples = _times_of(t, z0)
-    _check_sample_times(samples, solver, controller, gradient, (observe, outputs, dense or None, event))
-    _warn_of_times(times, z0)
     no_jumps = isinstance(jumps, tuple) and not jumps
+    own = None
+    if spans != "common":
+        others = {"event": event is not None, "outputs": outputs is not None, "jumps": not no_jumps, "dense": dense}
+        own = own_spans(spans, t, z0, time_dtype(z0), {**others, "return_code": return_code})
+    t_out, times, t_moving, samples = _times_of(t, z0, own, observe)
+    _check_sample_times(samples, solver, controller, gradient, (outputs, dense or None, event))
+    _warn_of_times(times if own is None else own.tightest, z0)
     found = None if no_jumps else checked_jumps(jumps, times, time_dtype(z0))
     got = type(args).__name__
     if not isinstance(args, tuple):
         raise InvalidOptionError(f"args must be a tuple of further arguments of f, as in args=(x,); got a {got}.")
+    if own is not None:
+        func, args = own.slope(func, structure), (own.start, own.span, *args)
     looks_for_leaves = torch.is_grad_enabled() and not isinstance(gradient, Naive)
     make_field = functools.partial(
         Field, func, z0, structure, args, params, buffers, source, looks_for_leaves, gradient.compares_first_value
     )
     field = make_field(remembers=True, jumps=found)
-    observer = None if observe is None else Observer(observe, z0, structure, source, looks_for_leaves)
+    observer = _observer_of(observe, samples, own, (z0, structure, source, looks_for_leaves))
     _check_processes(field, observer, solver, controller, gradient, event)
     for function in (field, observer):
         if looks_for_leaves and function is not None and any(map(is_lazy, function.theta)):
@@ -185,6 +208,7 @@ def solve(
         outputs = outputs.again()
         results, stats, done = gradient.solve(replace(problem, field=make_field(jumps=found), outputs=outputs))
     y, observed = outputs.solution(results)
+    y = y if own is None or observe is not None else own.masked(y)
     code = Code.of(done.state, done.tape, solver, structure, args, found) if return_code else None
     trajectory = outputs.trajectory(results, structure, t_out)
     solution = Solution(t_out, structure.rebuild(y), stats, observed, code, trajectory)
@@ -281,18 +305,32 @@ class Times(NamedTuple):
     samples: SampleTimes | None  # if each sample has its own
 
 
-def _times_of(t: Any, z0: Tensors) -> Times:
+def _times_of(t: Any, z0: Tensors, own: OwnSpans | None, observe: Any) -> Times:
+    if own is not None and len(t) == 2 and observe is None:
+        # All spans end at the same common time: no times of each sample are left.
+        return Times(t, [0.0, 1.0], torch.tensor([0.0, 1.0], dtype=torch.float64), None)
     if isinstance(t, Tensor) and t.ndim == 2:
-        samples = SampleTimes(t, z0)
+        samples = SampleTimes(t if own is None else own.s, z0)
         return Times(t, samples.times, samples.sequence(), samples)
     given, numbers = _checked_times(t)
     return Times(given, numbers, given, None)
+
+
+def _observer_of(
+    observe: Callable | None, samples: SampleTimes | None, own: OwnSpans | None, how: tuple
+) -> Observer | None:
+    if observe is None or samples is None:
+        return None if observe is None else Observer(observe, *how)
+    wanted, n_samples = wanted_arguments(observe), samples.shape[1]
+    return Observer(observe if own is None else own.observer(observe), *how, wanted, n_samples)
 
 
 def _outputs_of(
     given: Outputs | None, observer: Observer | None, samples: SampleTimes | None, events: EventFunctions | None, n: int
 ) -> Outputs:
     """What is recorded in a solve with n output times."""
+    if samples is not None and observer is not None:
+        return ObservedSamples(observer, samples.rows, samples.samples)
     if samples is not None:
         return SampleOutputs(samples.shape, samples.rows, samples.samples)
     if observer is not None:
@@ -310,8 +348,8 @@ def _check_sample_times(
         return
     if any(x is not None for x in others):
         raise IncompatibleError(
-            "t of shape (times, samples) returns y at the times of each sample: leave observe=, outputs=, dense= "
-            "and event= out, and make the loss from y, which is nan where t is."
+            "t of shape (times, samples) returns y at the times of each sample, nan where t is, or the sum of "
+            "observe=: leave outputs=, dense= and event= out."
         )
     if isinstance(gradient, Adjoint):
         raise IncompatibleError(

@@ -45,6 +45,8 @@ LAYERS = [  # a module may import those named before it
     "outputs.dense",
     "outputs.observed",
     "outputs.per_sample",
+    "outputs.observed_samples",
+    "spans",
     "outputs.until_event",
     "loop.base",
     "loop.floats",

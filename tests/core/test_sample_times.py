@@ -139,6 +139,8 @@ def bad(t: Any, **options: Any) -> Any:
         ([[0.0, 0.0, 0.0], [1.0, torch.inf, 1.0]], "finite"),
         ([[0.0, 0.0, 0.0], [NAN, NAN, NAN]], "at least one sample"),
         ([[NAN, NAN, NAN], [1.0, 1.0, 1.0]], "same time"),
+        ([[0.0, 0.0, 0.0], [1.0, 1.0, 0.5], [2.0, NAN, 0.4]], r"t\[2, 2\] = 0.4"),
+        ([[0.0, 0.0, 0.0], [-1.0, -1.0, -0.5], [-0.5, NAN, -0.6]], r"t\[2, 0\] = -0.5"),
     ],
 )
 def test_times_that_make_no_sense_are_refused(t, said):
@@ -153,7 +155,8 @@ def test_times_that_make_no_sense_are_refused(t, said):
         ({"controller": tm.AdaptiveStep(land=True)}, "land=False"),
         ({"solver": tm.Reversible(), "controller": tm.FixedStep(0.1)}, "interpolant"),
         ({"gradient": tm.Adjoint()}, "too many"),
-        ({"observe": lambda t, y: y.sum()}, "leave observe"),
+        ({"dense": True}, "leave outputs"),
+        ({"event": lambda t, y: y.sum() - 1}, "leave outputs"),
     ],
 )
 def test_what_cannot_be_combined_is_refused(options, said):

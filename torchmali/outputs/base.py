@@ -237,7 +237,8 @@ class Outputs(ABC):
             end += 1
         if end == first:
             return []
-        for i, j in chunks(end - first):
+        is_of_one = self.samples_of(first, end) is not None
+        for i, j in chunks(end - first, len(step.before.point[0]) if is_of_one else 1):
             inside = times[first + i : first + j]
             self.record_inner(first + i, inside, step.at(inside, self.samples_of(first + i, first + j)))
         self.waiting = end

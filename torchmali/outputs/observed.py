@@ -19,6 +19,8 @@ from torchmali.outputs.base import Outputs, Pulled
 from torchmali.state.vectors import Tensors, Time
 from torchmali.tree import Structure
 
+POSITIONAL = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+
 
 class ObservedOutputs(Outputs):
     """Sum of observe(t, y) over n output times, and y at the last one."""
@@ -29,12 +31,8 @@ class ObservedOutputs(Outputs):
         self.end: Tensors = ()
 
     def record(self, k: int, t: Time, z: Tensors) -> None:
-        (value,) = self.observer.at(t, z, k)
-        # Kahan summation: a plain sum of 100,000 terms in float32 would lose four digits.
-        before, excess = self.sum or (torch.zeros_like(value), torch.zeros_like(value))
-        value = value - torch.where(excess.isfinite(), excess, 0)  # inf - inf is no excess
-        total = before + value
-        self.sum = total, ((total - before) - value).detach()
+        (value,) = self.observer.at(t, z, k=k)
+        self.sum = added(self.sum, value)
         if k == self.n - 1:
             self.end = tuple((leaf if self.is_traced else leaf.clone()).unsqueeze(0) for leaf in z)
 
@@ -57,8 +55,8 @@ class ObservedOutputs(Outputs):
         a = [g[0] if k == self.n - 1 and g is not None else None for g in ends]
         if grad is None:
             return Pulled(a)
-        g, theta, g_t = self.observer.gradients_at(t, z, k, grad)
-        return Pulled([_sum(x, y) for x, y in zip(a, g, strict=True)], theta, g_t)
+        g, theta, g_t = self.observer.gradients_at(t, z, grad, k=k)
+        return Pulled([total(x, y) for x, y in zip(a, g, strict=True)], theta, g_t)
 
     @property
     def functions(self) -> Sequence[Field]:
@@ -74,10 +72,19 @@ class ObservedOutputs(Outputs):
         return ObservedOutputs(self.observer.with_tensors(theta, (), wants_t), self.n)
 
     def backward_pass(self, t: float, z: Tensors) -> AbstractContextManager:
-        return self.observer.backward_pass(t, z)
+        return self.observer.backward_pass_from(t, z, k=0)
 
 
-def _sum(x: Tensor | None, y: Tensor | None) -> Tensor | None:
+def added(sum_so_far: tuple[Tensor, Tensor] | None, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a sum with one more term, and by how much it is too large, from such a pair or None at the first term."""
+    # Kahan summation: a plain sum of 100,000 terms in float32 would lose four digits.
+    before, excess = sum_so_far or (torch.zeros_like(value), torch.zeros_like(value))
+    value = value - torch.where(excess.isfinite(), excess, 0)  # inf - inf is no excess
+    after = before + value
+    return after, ((after - before) - value).detach()
+
+
+def total(x: Tensor | None, y: Tensor | None) -> Tensor | None:
     """x + y, where None counts as zero."""
     if x is None or y is None:
         return y if x is None else x
@@ -85,7 +92,11 @@ def _sum(x: Tensor | None, y: Tensor | None) -> Tensor | None:
 
 
 class Observer(Field):
-    """observe(t, y), or observe(t, y, k), with its parameters and environment."""
+    """observe(t, y), or observe(t, y, k), with its parameters and environment.
+
+    wanted: names of the arguments that it takes after t and y. n_samples: the rows that its value must have, if it is
+    summed for each sample.
+    """
 
     called = "observe"
     remedy = "Keep it in a module, or name it in the function."
@@ -97,26 +108,33 @@ class Observer(Field):
         structure: Structure,
         source: Source | None = None,
         looks_for_leaves: bool = False,
+        wanted: Sequence[str] | None = None,
+        n_samples: int | None = None,
     ):
         super().__init__(func, z0, structure, (), None, source=source, looks_for_leaves=looks_for_leaves)
-        self.takes_k = _takes_k(func)
+        self.wanted, self.n_samples = _index_of(func) if wanted is None else wanted, n_samples
         self.kind: Any = None  # shape and dtype of its values
 
-    def at(self, t: Time, z: Tensors, k: int) -> Tensors:
-        self.args = (k,) if self.takes_k else ()
+    def at(self, t: Time, z: Tensors, **others: Any) -> Tensors:
+        """observe(t, y). others: all that it may take after t and y, by name."""
+        self._take(others)
         return self(t, z)
 
     def gradients_at(
-        self, t: Time, z: Tensors, k: int, a: Tensor
+        self, t: Time, z: Tensors, a: Tensor, **others: Any
     ) -> tuple[Sequence[Tensor | None], Sequence[Tensor | None], Tensor | None]:
         """a^T d(observe)/d(z, theta, t)."""
-        self.args = (k,) if self.takes_k else ()
+        self._take(others)
         _, g, g_t = self.linearize(t, z, [a])
         return g[: len(z)], g[len(z) :], g_t
 
-    def backward_pass(self, t: float, z: Tensors) -> AbstractContextManager:
-        self.args = (0,) if self.takes_k else ()  # its first value may be asked for again
-        return super().backward_pass(t, z)
+    def backward_pass_from(self, t: Time, z: Tensors, **others: Any) -> AbstractContextManager:
+        """A context around all calls of `gradients_at`; t, z, others: those of the first value."""
+        self._take(others)  # it may be asked for again
+        return self.backward_pass(t, z)
+
+    def _take(self, others: dict[str, Any]) -> None:
+        self.args = tuple([others[name] for name in self.wanted])
 
     def __call__(self, t: Time, z: Tensors) -> Tensors:
         if self.needs_care:
@@ -129,6 +147,12 @@ class Observer(Field):
         got = value.dtype if isinstance(value, Tensor) else type(value).__name__
         if not is_real:
             raise InvalidFieldError(f"observe must return a tensor of real numbers, to be summed; got {got}.")
+        if self.n_samples is not None and value.shape[:1] != (self.n_samples,):
+            raise InvalidFieldError(
+                "With times of each sample, observe must return a row for each of the samples, to be summed over its "
+                f"times: a tensor of shape ({self.n_samples}, ...); got {tuple(value.shape)}. Do not reduce dimension "
+                "0: `observed` can be reduced after the solve."
+            )
         if self.environment.is_cast and value.dtype in (torch.bfloat16, torch.float16):
             value = value.float()
         self.kind = self.kind or (value.shape, value.dtype)
@@ -140,16 +164,21 @@ class Observer(Field):
         return (value,)
 
 
-def _takes_k(func: Any) -> bool:
-    """Whether func has a third argument that is required, or that is called k."""
+def _index_of(func: Any) -> Sequence[str]:
+    """Return ("k",) if func has a third argument that is required, or that is called k; else nothing."""
+    parameters = parameters_after_two(func)
+    third = parameters[0] if parameters else None
+    if third is None or third.kind not in POSITIONAL:
+        return ()
+    return ("k",) if third.default is inspect.Parameter.empty or third.name == "k" else ()
+
+
+def parameters_after_two(func: Any) -> list[inspect.Parameter]:
+    """Return the parameters of a function or a module after the first two; none, if they cannot be found."""
     func = uncompiled(func)
     for wrapped in ("module", "forward"):  # of DistributedDataParallel, of a module
         func = getattr(func, wrapped, func)
     try:
-        parameters = list(inspect.signature(func).parameters.values())
+        return list(inspect.signature(func).parameters.values())[2:]
     except (TypeError, ValueError):
-        return False
-    third = parameters[2] if len(parameters) > 2 else None
-    positional = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
-    is_needed = third is not None and (third.default is inspect.Parameter.empty or third.name == "k")
-    return third is not None and third.kind in positional and is_needed
+        return []

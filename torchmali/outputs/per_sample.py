@@ -21,7 +21,7 @@ class SampleTimes:
 
     def __init__(self, t: Tensor, z0: Tensors):
         self.t, self.shape = t, (t.shape[0], t.shape[1])
-        _check_shape(t, z0)
+        check_shape(t, z0)
         host = t.detach().to("cpu", torch.float64)
         _check_values(host)
         rows, samples = host[1:].isfinite().nonzero().unbind(1)
@@ -37,13 +37,13 @@ class SampleTimes:
         return torch.cat([self.t[:1].mean(1), t])
 
 
-def _check_shape(t: Tensor, z0: Tensors) -> None:
+def check_shape(t: Tensor, z0: Tensors) -> None:
     sizes = {tuple(z.shape[:1]) for z in z0}
     if t.shape[0] < 2 or sizes != {(t.shape[1],)}:
         shapes = ", ".join(str(tuple(z.shape)) for z in z0)
         raise InvalidTimesError(
-            f"t of shape {tuple(t.shape)} holds the times of each sample, (times, samples), with the common start as "
-            f"its first row: it needs two rows or more, and y0 as many samples in dimension 0. y0 has {shapes}."
+            f"t of shape {tuple(t.shape)} holds the times of each sample, (times, samples), with the start as its "
+            f"first row: it needs two rows or more, and y0 as many samples in dimension 0. y0 has {shapes}."
         )
 
 
@@ -52,7 +52,7 @@ def _check_values(t: Tensor) -> None:
     if not bool((t[0] == start).all()):
         raise InvalidTimesError(
             "All samples begin at the same time: t[0] must hold one number, once for each sample. For samples with "
-            "starts of their own, count the time of each from its start."
+            'starts of their own: solve(..., spans="own"), where f receives t of shape (samples, 1, ...).'
         )
     rest = t[1:]
     found = rest[~rest.isnan()]
@@ -61,7 +61,24 @@ def _check_values(t: Tensor) -> None:
     if not bool((found != start).any()):
         raise InvalidTimesError("t needs an output time after the start for at least one sample.")
     if bool((found < start).any()) and bool((found > start).any()):
-        raise InvalidTimesError(f"All times must lie on one side of the start, t[0] = {start:g}.")
+        raise InvalidTimesError(
+            f'All times must lie on one side of the start, t[0] = {start:g}. (With spans="own" each sample has a '
+            "direction of its own.)"
+        )
+    check_sorted(t, (found < start).any())
+
+
+def check_sorted(t: Tensor, descends: Tensor) -> None:
+    """Raise if the times of a sample, in a column of t, turn back. descends: whether those of each sample decrease."""
+    along = torch.where(descends, -t, t)
+    furthest = along.nan_to_num(nan=-math.inf).cummax(0).values
+    is_back = along[1:] < furthest[:-1]
+    if bool(is_back.any()):
+        k, b = is_back.nonzero()[0].tolist()
+        raise InvalidTimesError(
+            f"The times of a sample must not turn back, but t[{k + 1}, {b}] = {t[k + 1, b].item():g} lies before an "
+            "earlier row of its column. Sort t along dimension 0, with its data."
+        )
 
 
 class SampleOutputs(Outputs):

@@ -62,19 +62,23 @@ class InnerCotangents(NamedTuple):
     times: Sequence[Time] = ()  # dL/dt of the outputs, if it is wanted
 
 
-def chunks(n: int) -> Iterator[tuple[int, int]]:
-    """Ranges that divide n outputs."""
-    for i in range(0, n, CHUNK):
-        yield i, min(n, i + CHUNK)
+def chunks(n: int, n_samples: int = 1) -> Iterator[tuple[int, int]]:
+    """Ranges that divide n outputs. n_samples: how many of them are as large as a state (of one sample each)."""
+    size = CHUNK * max(1, n_samples)
+    for i in range(0, n, size):
+        yield i, min(n, i + size)
 
 
 def thetas(t0: Time, t1: Time, times: Sequence[Time]) -> Tensor:
     """(t - t0) / (t1 - t0) for each time, in float64 on the host. Autograd follows times that are tensors."""
+    return (as_tensor(times) - t0) / (t1 - t0)
+
+
+def as_tensor(times: Sequence[Time]) -> Tensor:
+    """Times in one tensor, in float64 on the host. Autograd follows those that are tensors."""
     if any(isinstance(t, Tensor) for t in times):
-        t = torch.stack([torch.as_tensor(t, dtype=torch.float64) for t in times])
-    else:
-        t = torch.tensor(times, dtype=torch.float64)
-    return (t - t0) / (t1 - t0)
+        return torch.stack([torch.as_tensor(t, dtype=torch.float64) for t in times])
+    return torch.tensor(times, dtype=torch.float64)
 
 
 def weights(rows: Sequence[Sequence[float]], theta: Tensor) -> Tensor:
@@ -148,7 +152,7 @@ def pull_inner(
     if inner.recorded is not None:
         sums.add_recorded(inner.recorded)
         dt0, dt1 = inner.recorded.t0, inner.recorded.t1
-    for i, j in chunks(len(inner.times)):
+    for i, j in chunks(len(inner.times), 1 if inner.samples is None else len(z[0])):
         times = inner.times[i:j]
         with torch.no_grad():
             samples = None if inner.samples is None else inner.samples[i:j]

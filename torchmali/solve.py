@@ -96,11 +96,11 @@ def solve(
     there.
 
     spans: with "own", each sample of a t of shape (times, samples) goes from a start t[0] of its own to its last time,
-    forwards or backwards. The steps are taken in a common time from 0 to 1 (so FixedStep(0.1) is ten steps over each
-    span, and the sizes in `stats` are parts of a span), where f is evaluated at the time of each sample: it receives t
-    of shape (samples, 1, ...), with as many dimensions as the largest leaf of y, and returns dy/dt as always. A span of
+    forwards or backwards. All spans are divided into steps in the same proportions; sizes of steps, in controllers and
+    `stats`, are those of the sample with the longest span. f is evaluated at the time of each sample: it receives t of
+    shape (samples, 1, ...), with as many dimensions as the largest leaf of y, and returns dy/dt as always. A span of
     length 0 leaves y0 as it is. With two rows (a start and an end) any controller, solver and gradient method will do.
-    Not with `event`, `dense`, `jumps`, `outputs` or `return_code`.
+    `event`, `dense`, `jumps`, `outputs` and `return_code` are refused.
 
     f runs under the autocast that is on around this call, in the backward pass too. buffers: "update" lets each
     evaluation of an accepted step update the running statistics of modules in f, "freeze" none.
@@ -179,7 +179,7 @@ def solve(
     if not isinstance(args, tuple):
         raise InvalidOptionError(f"args must be a tuple of further arguments of f, as in args=(x,); got a {got}.")
     if own is not None:
-        func, args = own.slope(func, structure), (own.start, own.span, *args)
+        func, args = own.slope(func, structure), (own.line, *args)
     looks_for_leaves = torch.is_grad_enabled() and not isinstance(gradient, Naive)
     make_field = functools.partial(
         Field, func, z0, structure, args, params, buffers, source, looks_for_leaves, gradient.compares_first_value
@@ -308,7 +308,8 @@ class Times(NamedTuple):
 def _times_of(t: Any, z0: Tensors, own: OwnSpans | None, observe: Any) -> Times:
     if own is not None and len(t) == 2 and observe is None:
         # All spans end at the same common time: no times of each sample are left.
-        return Times(t, [0.0, 1.0], torch.tensor([0.0, 1.0], dtype=torch.float64), None)
+        numbers = [0.0, own.longest]
+        return Times(t, numbers, torch.tensor(numbers, dtype=torch.float64), None)
     if isinstance(t, Tensor) and t.ndim == 2:
         samples = SampleTimes(t if own is None else own.s, z0)
         return Times(t, samples.times, samples.sequence(), samples)

@@ -1,8 +1,10 @@
 """Samples with a start and an end of their own, solved together in a common time.
 
-    t = t0 + s (t1 - t0),    dy/ds = (t1 - t0) f(t, y),    s from 0 to 1
+    t = t0 + s r,    dy/ds = r f(t, y),    r = (t1 - t0) / S,    s from 0 to S
 
-with t0 and t1 of each sample. They are arguments of the scaled f, through which they get their gradients.
+with t0 and t1 of each sample and S the longest |t1 - t0|: the sample with the longest span keeps its pace, the others
+are slower, so that the size of a step means what it means without them. t0 and r are arguments of the scaled f, through
+which the times get their gradients. S is a unit and moves with nothing.
 """
 
 from __future__ import annotations
@@ -24,8 +26,8 @@ from torchmali.tree import Structure
 class OwnSpans:
     """Times t of shape (K, B) whose columns each have a start and an end, in the common time s.
 
-    s: the times in common time, nan where t is. start, span: t0 and t1 - t0, (B,), as f needs them. Autograd follows
-    all three.
+    s: the times in common time, nan where t is. longest: S. line: t0 and r of each sample, (2, B), as f needs them.
+    Autograd follows s and `line`.
     """
 
     def __init__(self, t: Tensor, z0: Tensors, dtype: torch.dtype):
@@ -40,12 +42,14 @@ class OwnSpans:
         start, end = filled[0], filled.gather(0, last[None])[0]
         span = end - start
         self.numbers = start.detach(), end.detach()
+        self.longest = span.detach().abs().max().item() or 1.0
         is_end = torch.arange(len(host)).unsqueeze(1) == last
         is_end[0] = False
-        # The end is at 1 wherever it moves, in a span of length 0 too: dy/dt1 = f comes through `span` there.
-        s = torch.where(is_end, 1.0, (filled - start) / torch.where(span == 0, 1.0, span))
+        # The end is at S wherever it moves, in a span of length 0 too: dy/dt1 = f comes through r there.
+        s = torch.where(is_end, 1.0, (filled - start) / torch.where(span == 0, 1.0, span)) * self.longest
         self.s = torch.where(self.has_output, s, math.nan)
-        self.start, self.span = (x.to(z0[0].device, dtype) for x in (start, span))
+        # One tensor: of two, one that is made from the other would get no gradient as what an observer holds.
+        self.line = torch.stack([start, span / self.longest]).to(z0[0].device, dtype)
 
     @property
     def tightest(self) -> list[float]:
@@ -57,12 +61,12 @@ class OwnSpans:
         return [start[b].item(), end[b].item()] if bool(size.isfinite().any()) else [0.0, 1.0]
 
     def slope(self, func: Callable, structure: Structure) -> Callable:
-        """The scaled f, as a function of (s, y, start, span, *args)."""
+        """The scaled f, as a function of (s, y, line, *args)."""
         return functools.partial(_slope, func, structure)
 
     def observer(self, observe: Callable) -> Callable:
         """`observe` as a function of s of shape (B,) in place of t."""
-        return functools.partial(_observe, observe, self.start, self.span)
+        return functools.partial(_observe, observe, self.line)
 
     def masked(self, y: Tensors) -> Tensors:
         """Leaves of shape (K, B, ...), with nan where t is."""
@@ -87,29 +91,31 @@ def columns(x: Tensor, n_dims: int) -> Tensor:
     return x.reshape(*x.shape, *[1] * (n_dims - x.ndim))
 
 
-def _slope(func: Callable, structure: Structure, s: Tensor, y: Any, start: Tensor, span: Tensor, *args: Any) -> Any:
+def _slope(func: Callable, structure: Structure, s: Tensor, y: Any, line: Tensor, *args: Any) -> Any:
     leaves = structure.flatten(y)
-    t = columns(start + s * span, max(leaf.ndim for leaf in leaves))
+    start, rate = line.unbind()
+    t = columns(start + s * rate, max(leaf.ndim for leaf in leaves))
     slopes = func(t, y, *args)
     try:
         found = structure.flatten(slopes)
     except ValueError:
         return slopes  # it is refused as that of any f
-    return structure.rebuild([_scaled(u, leaf, span) for u, leaf in zip(found, leaves, strict=True)])
+    return structure.rebuild([_scaled(u, leaf, rate) for u, leaf in zip(found, leaves, strict=True)])
 
 
-def _scaled(u: Any, leaf: Tensor, span: Tensor) -> Any:
+def _scaled(u: Any, leaf: Tensor, rate: Tensor) -> Any:
     """A slope in common time; one that is not like its leaf as it is, to be refused as that of any f."""
     if not isinstance(u, Tensor) or u.shape != leaf.shape:
         return u
     is_cast = u.dtype != leaf.dtype and u.is_floating_point() and torch.is_autocast_enabled(u.device.type)
     if u.dtype != leaf.dtype and not is_cast:
         return u
-    return u.to(leaf.dtype) * columns(span.to(leaf.device, leaf.dtype), leaf.ndim)
+    return u.to(leaf.dtype) * columns(rate.to(leaf.device, leaf.dtype), leaf.ndim)
 
 
-def _observe(observe: Callable, start: Tensor, span: Tensor, s: Tensor, y: Any, *others: Tensor) -> Tensor:
-    return observe(start + s * span, y, *others)
+def _observe(observe: Callable, line: Tensor, s: Tensor, y: Any, *others: Tensor) -> Tensor:
+    start, rate = line.unbind()
+    return observe(start + s * rate, y, *others)
 
 
 def own_spans(spans: str, t: Any, z0: Tensors, dtype: torch.dtype, others: dict[str, bool]) -> OwnSpans:

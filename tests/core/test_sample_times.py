@@ -133,7 +133,7 @@ def bad(t: Any, **options: Any) -> Any:
     ("t", "said"),
     [
         ([[0.0, 0.0], [1.0, 1.0]], "as many samples"),
-        ([[0.0, 0.0, 0.0]], "two rows"),
+        ([[0.0, 0.0, 0.0]], "two rows, one sample"),
         ([[0.0, 0.0, 0.1], [1.0, 1.0, 1.0]], "same time"),
         ([[0.0, 0.0, 0.0], [1.0, -1.0, 1.0]], "one side"),
         ([[0.0, 0.0, 0.0], [1.0, torch.inf, 1.0]], "finite"),

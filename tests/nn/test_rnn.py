@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import torchmali as tm
 from torchmali.nn.rnn import ODERNN, ODERNNCell
 
+NAN = float("nan")
 BATCH, LENGTH, CHANNELS, HIDDEN = 3, 6, 2, 4
 EULER: dict[str, Any] = {"solver": tm.Euler(), "controller": tm.FixedStep(float("inf")), "gradient": tm.ACA()}
 
@@ -115,6 +116,73 @@ def test_gradients_of_mali_are_those_of_autograd(reverse):
         torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
 
 
+def ragged() -> tuple[Tensor, Tensor, Tensor, list[int]]:
+    """Series of 6, 3, 1 and 0 observations, with times of each."""
+    lengths = [6, 3, 1, 0]
+    x, h0 = torch.randn(4, LENGTH, CHANNELS).double(), torch.randn(4, HIDDEN).double()
+    t = (0.1 + torch.rand(4, LENGTH).double()).cumsum(1) + torch.arange(4).double().unsqueeze(1)
+    for b, n in enumerate(lengths):
+        x[b, n:], t[b, n:] = NAN, NAN
+    return x, t, h0, lengths
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"solver": tm.ALF(order=4), "controller": tm.FixedStep(1.0), "gradient": tm.MALI()},
+        {"solver": tm.ALF(order=4), "controller": tm.FixedStep(1.0), "gradient": tm.Naive()},
+        {"solver": tm.Dopri5(), "controller": tm.FixedStep(1.0), "gradient": tm.ACA()},
+    ],
+    ids=repr,
+)
+def test_series_with_times_of_their_own_are_read_as_one_by_one(how, reverse):
+    """One step over each gap, on both sides: the same y and gradients, those of the times too."""
+    net, (x, t, h0, lengths) = network(**how), ragged()
+    x, t, h0 = (z.requires_grad_() for z in (x, t, h0))
+    inputs = [x, t, h0, *net.parameters()]
+    states, last = net(x, t, h0, reverse=reverse)
+    alone = [
+        net(x[b : b + 1, :n], t[b, :n], h0[b : b + 1], reverse=reverse) if n else (None, h0[b : b + 1])
+        for b, n in enumerate(lengths)
+    ]
+    for b, n in enumerate(lengths):
+        if n:
+            torch.testing.assert_close(states[b, :n], alone[b][0][0], rtol=1e-12, atol=1e-12)
+        rest = h0[b] if reverse or not n else alone[b][1][0]
+        torch.testing.assert_close(states[b, n:], rest.expand(LENGTH - n, HIDDEN), rtol=1e-12, atol=1e-12)
+    expected = torch.cat([h for _, h in alone])
+    torch.testing.assert_close(last, expected, rtol=1e-12, atol=1e-12)
+    weights = torch.linspace(-1, 1, 4 * HIDDEN).double().reshape(4, HIDDEN)
+    found, truth = (torch.autograd.grad((h * weights).sum(), inputs) for h in (last, expected))
+    for ours, theirs in zip(found, truth, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-12)
+    assert found[1][0].all() and not found[1][t.isnan()].any() and not found[0][t.isnan()].any()
+
+
+def test_a_mask_marks_what_was_not_observed_of_series_with_times_of_their_own():
+    net, (x, t, h0, _) = network(**EULER), ragged()
+    observed = ~t.isnan()
+    observed[0, 2:4] = False
+    _, last = net(x, t, h0, observed)
+    kept = [0, 1, 4, 5]
+    h = h0[:1]
+    for before, i in zip([0, *range(5)], range(6), strict=True):
+        h = net.cell(x[:1, i], h, t[0, before].item(), t[0, i].item(), torch.tensor([i in kept]))
+    torch.testing.assert_close(last[:1], h, rtol=1e-12, atol=1e-12)
+    assert not torch.allclose(last[0], net(x, t, h0)[1][0])
+
+
+def test_gaps_of_padding_alone_are_not_solved():
+    net, (x, t, h0, _) = network(**EULER), ragged()
+    t[0, 3:] = NAN
+    net(x, t, h0)
+    assert net.cell.func.n_calls == 2
+    cell = net.cell
+    one, other = torch.tensor([1.0, 2.0, 3.0, 4.0]).double(), torch.tensor([1.0, 2.0, 3.0, 4.0]).double()
+    assert torch.equal(cell(x[:, 0].nan_to_num(), h0, one, other), cell.cell(x[:, 0].nan_to_num(), h0))
+
+
 def test_the_default_is_the_papers_setting():
     cell, (x, _, h) = network().cell, data()
     same = ODERNNCell(cell.func, cell.cell, solver=tm.ALF(), controller=tm.FixedStep(0.25), gradient=tm.MALI())
@@ -137,7 +205,14 @@ def test_networks_are_copied_with_all_they_are(copied):
     [
         ({"x": torch.zeros(3, 6)}, tm.InvalidStateError, ["(batch, length, channels)", "(3, 6)"]),
         ({"x": torch.zeros(3, 0, 2), "t": torch.zeros(0)}, tm.InvalidStateError, ["1 or more", "(3, 0, 2)"]),
-        ({"t": torch.zeros(3, 6)}, tm.InvalidTimesError, ["(3, 6)", "needs (6,)", "observed"]),
+        ({"t": torch.zeros(2, 6)}, tm.InvalidTimesError, ["(2, 6)", "needs (6,)", "or (3, 6)"]),
+        ({"t": torch.tensor([0.0, 1, 3, 2, 4, 5]).expand(3, 6)}, tm.InvalidTimesError, ["t[0, 2] = 3, t[0, 3] = 2"]),
+        ({"t": torch.tensor([0.0, 1, 2, 3, 4, torch.inf]).expand(3, 6)}, tm.InvalidTimesError, ["finite"]),
+        (
+            {"t": torch.tensor([0.0, 1, 2, 3, 4, NAN]).expand(3, 6), "observed": torch.ones(3, 6).bool()},
+            tm.InvalidTimesError,
+            ["x[0, 5] is `observed`"],
+        ),
         ({"t": torch.tensor([0.0, 1, 3, 2, 4, 5])}, tm.InvalidTimesError, ["t[2] = 3, t[3] = 2", "reverse=True"]),
         ({"observed": torch.ones(3, 6, 2).bool()}, tm.InvalidStateError, ["(3, 6, 2)", "any(-1)"]),
         ({"observed": torch.ones(3, 6)}, tm.InvalidStateError, ["torch.float32", "bool of shape (3, 6)"]),

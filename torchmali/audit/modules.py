@@ -33,6 +33,11 @@ def problem_of(func: Any, y0: Any, t: Any, loss: Loss | None, args: tuple, param
     Draws the noise of a CNF.
     """
     module = own_solver(func)
+    if (isinstance(t, Tensor) and t.ndim == 2) or getattr(module, "spans", "common") != "common":
+        raise InvalidTimesError(
+            "An audit compares methods at times that all samples share, t of shape (times,): audit the function in it "
+            "with such times, as in audit(func, y0, [t0, t1])."
+        )
     if module is None:
         if t is None:
             raise InvalidTimesError(_no_times(func))

@@ -46,6 +46,11 @@ def checked_times(t: Times) -> Times:
     """
     if not isinstance(t, Tensor) or isinstance(t, nn.Parameter):
         return t
+    if t.ndim != 1:
+        raise InvalidTimesError(
+            f"t must be one-dimensional; got shape {tuple(t.shape)}. Times of each sample belong to one batch: give "
+            "them with it, as in block(y0, t=t)."
+        )
     if t.requires_grad:
         raise InvalidTimesError(
             "t requires a gradient, but a tensor that is no parameter is kept as numbers. Give t=nn.Parameter(t)."

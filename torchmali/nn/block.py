@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from torch import Tensor
+
 from torchmali.controllers import FixedStep, StepController
+from torchmali.errors import InvalidTimesError
 from torchmali.gradients.base import GradientMethod
 from torchmali.gradients.mali import MALI
 from torchmali.nn.base import SolveModule, Times, checked_times, shown_times
 from torchmali.solvers.base import Solver
 from torchmali.solvers.leapfrog import ALF
+from torchmali.spans import ends
 from torchmali.tree import Structure
 
 
@@ -19,6 +23,10 @@ class ODEBlock(SolveModule):
 
     t: times, as numbers, or as a parameter to be learned. all_outputs: return y at all times, time first. buffers: see
     `solve`. `last_stats` has the counts of the last call, and of its backward pass once this has run.
+
+    A call may have times of its own, `block(y0, t=t)`, those of each sample too, of shape (times, samples); without
+    `all_outputs` y is then that at the last time of each. spans="own": samples begin at times of their own, and func
+    receives t of shape (samples, 1, ...). See `solve`.
     """
 
     def __init__(
@@ -31,16 +39,27 @@ class ODEBlock(SolveModule):
         gradient: GradientMethod = MALI(),  # noqa: B008
         all_outputs: bool = False,
         buffers: str = "update",
+        spans: str = "common",
     ):
         super().__init__(solver, controller, gradient, buffers)
-        self.func, self.t, self.all_outputs = func, checked_times(t), all_outputs
+        self.func, self.t, self.all_outputs, self.spans = func, checked_times(t), all_outputs, spans
 
-    def forward(self, y0: Any, *args: Any) -> Any:
-        y = self.solve(self.func, y0, self.t, args=args).y
+    def forward(self, y0: Any, *args: Any, t: Times | None = None) -> Any:
+        t = self.t if t is None else t
+        is_of_samples = isinstance(t, Tensor) and t.ndim == 2
+        if self.spans != "common" and not is_of_samples:
+            raise InvalidTimesError(
+                f"ODEBlock(spans={self.spans!r}) needs the times of each sample, of shape (times, samples), in each "
+                "call: block(y0, t=t)."
+            )
+        if is_of_samples and not self.all_outputs:
+            t = ends(t)
+        y = self.solve(self.func, y0, t, args=args, spans=self.spans).y
         if self.all_outputs:
             return y
         structure = Structure.of(y0)
         return structure.rebuild([leaf[-1] for leaf in structure.flatten(y)])
 
     def extra_repr(self) -> str:
-        return f"t={shown_times(self.t)}, {super().extra_repr()}"
+        shown = f"t={shown_times(self.t)}, " if self.spans == "common" else f"spans={self.spans!r}, "
+        return shown + super().extra_repr()

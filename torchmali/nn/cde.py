@@ -10,13 +10,20 @@ import torch
 from torch import Tensor
 
 from torchmali.controllers import FixedStep, StepController
-from torchmali.errors import InvalidFieldError, InvalidOptionError, InvalidStateError, InvalidTimesError
+from torchmali.errors import (
+    IncompatibleError,
+    InvalidFieldError,
+    InvalidOptionError,
+    InvalidStateError,
+    InvalidTimesError,
+)
 from torchmali.gradients.base import GradientMethod
 from torchmali.gradients.mali import MALI
 from torchmali.nn.base import SolveModule
 from torchmali.nn.control import Control, CubicControl, check_increasing
 from torchmali.solvers.base import Solver
 from torchmali.solvers.leapfrog import ALF
+from torchmali.spans import ends
 
 
 class NeuralCDE(SolveModule):
@@ -58,7 +65,8 @@ class NeuralCDE(SolveModule):
         """Return z at t[-1], or at all times t with `all_outputs`. Coefficients get gradients, too.
 
         knots: the t that the coefficients were computed with; None if there was none. t: output times, by default the
-        first and the last knot.
+        first and the last knot; or those of each series, of shape (times, batch), nan where it has none, from one start
+        (see `solve`): then z is that at the last time of each, as of series of different lengths on the same knots.
         """
         path = self.control(coeffs, knots)
         if knots is not None:
@@ -66,18 +74,19 @@ class NeuralCDE(SolveModule):
             t = torch.stack((knots[0], knots[-1])) if t is None else t
         elif t is None:
             t = (0.0, len(path.knots) - 1.0)  # from the shape: reading the knots would wait for the device
-        z0 = self._start(path, t[0], z0)
+        is_of_samples = isinstance(t, Tensor) and t.ndim == 2
+        z0 = self._start(path, t[0, 0] if is_of_samples else t[0], z0)
+        if is_of_samples:
+            self._check_knots_of_samples(path)
+            t = t if self.all_outputs else ends(t)
         # Coefficients and knots are args, not a closure: `solve` finds that args need gradients, and saves them.
         slope = partial(_slope, self.func, self.control)
         how: dict[str, Any] = {"args": (coeffs, path.knots)}
-        if not self.control.jumps:
-            y = self.solve(slope, z0, t, **how).y
-            return y if self.all_outputs else y[-1]
         if self.crosses_knots:
             how["jumps"] = path.knots.detach()
-            if not path.knots.requires_grad:
-                y = self.solve(slope, z0, t, **how).y
-                return y if self.all_outputs else y[-1]
+        if not self.control.jumps or is_of_samples or (self.crosses_knots and not path.knots.requires_grad):
+            y = self.solve(slope, z0, t, **how).y
+            return y if self.all_outputs else y[-1]
         # As output times, knots get the gradient of the grid, too.
         times, wanted = _with_knots(t, path.knots)
         if not self.all_outputs:  # no need to keep z at the knots
@@ -90,6 +99,13 @@ class NeuralCDE(SolveModule):
         """Whether the knots are given to `solve` as jumps: where its steps would not end on them by themselves."""
         is_free = self.controller.adaptive or not self.controller.ends_on_outputs(self.solver)
         return self.control.jumps and is_free
+
+    def _check_knots_of_samples(self, path: Control) -> None:
+        if self.control.jumps and path.knots.requires_grad:
+            raise IncompatibleError(
+                f"The knots of a {self.control.__name__} get their gradients as output times, which do not go with "
+                "times of each series: give knots.detach(), or a CubicControl."
+            )
 
     def _start(self, path: Control, t0: Tensor | float, z0: Tensor | None) -> Tensor:
         if self.initial is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import torch
@@ -19,6 +19,9 @@ from torchmali.solvers.leapfrog import ALF
 
 class ODERNNCell(SolveModule):
     """One step of an ODE-RNN: h moves from t0 to t1 by dh/dt = func(t, h), then becomes cell(x, h).
+
+    t0, t1: two times for all rows, or tensors of shape (batch,) with those of each row: then func receives t of shape
+    (batch, 1), see `solve(spans="own")`.
 
     cell: an nn.GRUCell, or anything else from (x, h) to h. buffers: see `solve`. `last_stats`: see `ODEBlock`.
     """
@@ -40,7 +43,11 @@ class ODERNNCell(SolveModule):
         self, x: Tensor, h: Tensor, t0: float | Tensor, t1: float | Tensor, observed: Tensor | None = None
     ) -> Tensor:
         """Return h at t1, updated by x. Rows that are not `observed`, (batch,), follow the ODE but are not updated."""
-        if t0 != t1:
+        if any(isinstance(t, Tensor) and t.ndim > 0 for t in (t0, t1)):
+            t0, t1 = torch.broadcast_tensors(torch.as_tensor(t0), torch.as_tensor(t1))
+            if not torch.equal(t0, t1):
+                h = self.solve(self.func, h, torch.stack([t0, t1]), spans="own").y[-1]
+        elif t0 != t1:
             h = self.solve(self.func, h, (t0, t1)).y[-1]
         if observed is None:
             return self.cell(x, h)
@@ -67,8 +74,17 @@ class ODERNN(nn.Module):
 
         x: (batch, length, channels). h0: h at the first time that is read. observed: mask (batch, length), true where x
         was observed. reverse: read from the last time to the first, so that the last h is at t[0].
+
+        t: (length,), one time per observation for all series, or (batch, length), those of each. Then nan is padding:
+        h stays as it is there, x is not read, and the last h is that at the last time of each series (with reverse at
+        the first). func receives t of shape (batch, 1).
         """
-        times = self._checked_times(x, t, observed)
+        self._check_data(x, t, observed)
+        if t.ndim == 2:
+            observed = _observed_of_each(t, observed)
+            times: Sequence[float] | Sequence[Tensor] = _times_of_each(t, reverse)
+        else:
+            times = self._checked_times(t)
         order = range(len(times))[:: -1 if reverse else 1]
         h, states = h0, []
         for before, i in pairwise((order[0], *order)):
@@ -77,23 +93,71 @@ class ODERNN(nn.Module):
         return torch.stack(states[:: -1 if reverse else 1], 1), h
 
     @staticmethod
-    def _checked_times(x: Tensor, t: Tensor, observed: Tensor | None) -> list[float] | list[Tensor]:
+    def _check_data(x: Tensor, t: Tensor, observed: Tensor | None) -> None:
         shape = tuple(x.shape)
         if x.ndim != 3 or shape[1] < 1:
             raise InvalidStateError(
                 f"x must have shape (batch, length, channels) with a length of 1 or more; got {shape}."
             )
-        what = f"t has shape {tuple(t.shape)}, but x of shape {shape} needs ({shape[1]},): one time per observation."
-        if t.shape != shape[1:2]:
-            raise InvalidTimesError(f"{what} Merge the times of the batch and mark what is `observed`.")
+        if t.shape not in (shape[1:2], shape[:2]):
+            raise InvalidTimesError(
+                f"t has shape {tuple(t.shape)}, but x of shape {shape} needs ({shape[1]},), one time per observation, "
+                f"or {shape[:2]}, those of each series."
+            )
         if observed is not None:
             what = f"observed must be bool of shape {shape[:2]}, (batch, length); got {observed.dtype} of"
             is_mask = observed.dtype == torch.bool and observed.shape == shape[:2]
             if not is_mask:
                 raise InvalidStateError(f"{what} {tuple(observed.shape)}. For a mask of channels: mask.bool().any(-1).")
+
+    @staticmethod
+    def _checked_times(t: Tensor) -> list[float] | list[Tensor]:
         times = t.tolist()  # all at once: each read waits for the device
         i = next((i for i, (a, b) in enumerate(pairwise(times)) if not a <= b), -1)
         what = f"t must not decrease: t[{i}] = {times[i]:g}, t[{i + 1}] = {times[i + 1]:g}."
         if i >= 0:
             raise InvalidTimesError(f"{what} Sort it, with x. (To read backwards: reverse=True.)")
         return list(t.unbind()) if t.requires_grad else times
+
+
+def _observed_of_each(t: Tensor, observed: Tensor | None) -> Tensor | None:
+    """Return the mask of what was observed, from times of each series."""
+    is_padding = t.isnan().to("cpu")
+    if not bool(is_padding.any()):
+        return observed
+    if observed is None:
+        return ~t.isnan()
+    wrong = observed.to("cpu") & is_padding
+    if bool(wrong.any()):
+        b, i = wrong.nonzero()[0].tolist()
+        raise InvalidTimesError(f"x[{b}, {i}] is `observed`, but t[{b}, {i}] is nan: give its time, or mask it.")
+    return observed
+
+
+def _times_of_each(t: Tensor, reverse: bool) -> list[Tensor]:
+    """Return the times of each series, as `length` tensors (batch,). Padding has the time that was read before it.
+
+    The times are on the host, where `solve` looks at them. Padding before the first time that is read has this time.
+    """
+    host = t.to("cpu", torch.float64)
+    host = host.flip(1) if reverse else host
+    is_there = ~host.isnan()
+    places = torch.where(is_there, torch.arange(host.shape[1]), -1).cummax(1).values
+    first = is_there.int().argmax(1, keepdim=True)
+    filled = host.gather(1, torch.where(places < 0, first, places))
+    filled = torch.where(is_there.any(1, keepdim=True), filled, 0.0)  # a series without any time
+    filled = filled.flip(1) if reverse else filled
+    _check_series(filled.detach())
+    return list(filled.unbind(1))
+
+
+def _check_series(t: Tensor) -> None:
+    if not bool(t.isfinite().all()):
+        raise InvalidTimesError("t must be finite; use nan, and no infinity, for padding.")
+    falls = (t.diff(dim=1) < 0).nonzero()
+    if len(falls):
+        b, i = falls[0].tolist()
+        raise InvalidTimesError(
+            f"t must not decrease along a series: t[{b}, {i}] = {t[b, i].item():g}, t[{b}, {i + 1}] = "
+            f"{t[b, i + 1].item():g}. Sort it, with x. (To read backwards: reverse=True.)"
+        )

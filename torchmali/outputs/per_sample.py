@@ -39,11 +39,11 @@ class SampleTimes:
 
 def check_shape(t: Tensor, z0: Tensors) -> None:
     sizes = {tuple(z.shape[:1]) for z in z0}
-    if t.shape[0] < 2 or sizes != {(t.shape[1],)}:
+    if t.shape[0] < 2 or t.shape[1] < 1 or sizes != {(t.shape[1],)}:
         shapes = ", ".join(str(tuple(z.shape)) for z in z0)
         raise InvalidTimesError(
             f"t of shape {tuple(t.shape)} holds the times of each sample, (times, samples), with the start as its "
-            f"first row: it needs two rows or more, and y0 as many samples in dimension 0. y0 has {shapes}."
+            f"first row: it needs two rows, one sample, and y0 as many samples in dimension 0. y0 has {shapes}."
         )
 
 

@@ -41,7 +41,7 @@ from torchmali.outputs.until_event import Detector, EventOutputs
 from torchmali.solution import Solution
 from torchmali.solvers.base import InterpolatingSolver, Solver
 from torchmali.solvers.leapfrog import ALF
-from torchmali.spans import OwnSpans, own_spans
+from torchmali.spans import OwnSpans, is_of_samples, own_spans
 from torchmali.state.vectors import Tensors
 from torchmali.tree import Structure
 
@@ -175,9 +175,7 @@ def solve(
     _check_sample_times(samples, solver, controller, gradient, (outputs, dense or None, event))
     _warn_of_times(times if own is None else own.tightest, z0)
     found = None if no_jumps else checked_jumps(jumps, times, time_dtype(z0))
-    got = type(args).__name__
-    if not isinstance(args, tuple):
-        raise InvalidOptionError(f"args must be a tuple of further arguments of f, as in args=(x,); got a {got}.")
+    _check_args(args)
     if own is not None:
         func, args = own.slope(func, structure), (own.line, *args)
     looks_for_leaves = torch.is_grad_enabled() and not isinstance(gradient, Naive)
@@ -310,7 +308,7 @@ def _times_of(t: Any, z0: Tensors, own: OwnSpans | None, observe: Any) -> Times:
         # All spans end at the same common time: no times of each sample are left.
         numbers = [0.0, own.longest]
         return Times(t, numbers, torch.tensor(numbers, dtype=torch.float64), None)
-    if isinstance(t, Tensor) and t.ndim == 2:
+    if is_of_samples(t):
         samples = SampleTimes(t if own is None else own.s, z0)
         return Times(t, samples.times, samples.sequence(), samples)
     given, numbers = _checked_times(t)
@@ -322,8 +320,8 @@ def _observer_of(
 ) -> Observer | None:
     if observe is None or samples is None:
         return None if observe is None else Observer(observe, *how)
-    wanted, n_samples = wanted_arguments(observe), samples.shape[1]
-    return Observer(observe if own is None else own.observer(observe), *how, wanted, n_samples)
+    in_time = observe if own is None else own.observer(observe)
+    return Observer(in_time, *how, wanted=wanted_arguments(observe), n_samples=samples.shape[1])
 
 
 def _outputs_of(
@@ -363,6 +361,12 @@ def _check_sample_times(
             f"{controller!r} and {type(solver).__name__} steps end on every output time. Use AdaptiveStep(...) or "
             "FixedStep(h, land=False), and a solver with an interpolant."
         )
+
+
+def _check_args(args: Any) -> None:
+    got = type(args).__name__
+    if not isinstance(args, tuple):
+        raise InvalidOptionError(f"args must be a tuple of further arguments of f, as in args=(x,); got a {got}.")
 
 
 def _check_outputs(outputs: Any, observe: Any) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -75,6 +75,11 @@ class OwnSpans:
         return tuple([torch.where(columns(self.has_output.to(x.device), x.ndim), x, math.nan) for x in y])
 
 
+def is_of_samples(t: Any) -> TypeGuard[Tensor]:
+    """Return whether t holds times of each sample."""
+    return isinstance(t, Tensor) and t.ndim == 2
+
+
 def last_rows(t: Tensor) -> Tensor:
     """Return the row of the last time of each column that is not nan, (B,)."""
     rows = torch.arange(len(t), device=t.device).unsqueeze(1)
@@ -122,7 +127,7 @@ def own_spans(spans: str, t: Any, z0: Tensors, dtype: torch.dtype, others: dict[
     """Return the spans of each sample. others: which of the options were given that do not go with them."""
     if spans != "own":
         raise InvalidOptionError(f'spans={spans!r}: "common" (one start for all samples) or "own" (a start of each).')
-    if not isinstance(t, Tensor) or t.ndim != 2:
+    if not is_of_samples(t):
         got = f"shape {tuple(t.shape)}" if isinstance(t, Tensor) else f"a {type(t).__name__}"
         raise InvalidTimesError(
             f'spans="own" needs t as a tensor of shape (times, samples), whose first row has the starts; got {got}.'

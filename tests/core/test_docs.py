@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import torchmali as tm
+from torchmali.nn import ODERNN, ODERNNCell
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
@@ -44,13 +45,21 @@ def test_the_readmes_examples_run(capsys):
 
 
 def test_the_examples_of_docs_models_run():
-    layers, observed = examples(ROOT / "docs" / "models.md")
+    layers, observed, per_sample, spans = examples(ROOT / "docs" / "models.md")
     names: dict = {"func": Slope(), "y0": torch.randn(4, 16, requires_grad=True), "times": torch.linspace(0, 1, 5)}
     exec(layers, names)
     assert names["model"](torch.randn(4, 2)).shape == (4, 1)
     names |= {"decoder": nn.Linear(16, 3), "data": torch.randn(5, 4, 3), "solve": tm.solve}
     exec(observed, names)
     assert names["y0"].grad is not None and names["decoder"].weight.grad is not None
+    names |= {"torch": torch, "batch": torch.randn(3, 16), "series": torch.randn(3, 3, 3)}
+    exec(per_sample, names)
+    assert names["y"].shape == (3, 3, 16) and names["y"].isnan().any(-1).sum() == 1
+    assert names["observed"].shape == (3,) and names["observed"].isfinite().all()
+    names |= {"ODERNN": ODERNN, "ODERNNCell": ODERNNCell, "x": torch.randn(3, 4, 2)}
+    names["times_of_each"] = torch.rand(3, 4).cumsum(1)
+    exec(spans, names)
+    assert names["y"].shape == (2, 3, 16) and names["states"].shape == (3, 4, 16)
 
 
 PAGES = [

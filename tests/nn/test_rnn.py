@@ -142,7 +142,7 @@ def test_series_with_times_of_their_own_are_read_as_one_by_one(how, reverse):
     x, t, h0 = (z.requires_grad_() for z in (x, t, h0))
     inputs = [x, t, h0, *net.parameters()]
     states, last = net(x, t, h0, reverse=reverse)
-    alone = [
+    alone: list[Any] = [
         net(x[b : b + 1, :n], t[b, :n], h0[b : b + 1], reverse=reverse) if n else (None, h0[b : b + 1])
         for b, n in enumerate(lengths)
     ]

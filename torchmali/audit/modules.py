@@ -23,6 +23,7 @@ from torchmali.nn.cnf import CNF, _per_sample
 from torchmali.nn.control import check_increasing
 from torchmali.nn.rnn import ODERNN, ODERNNCell
 from torchmali.solvers.leapfrog import ALF
+from torchmali.spans import is_of_samples
 
 Loss = Callable[[Any], Tensor]
 
@@ -33,7 +34,7 @@ def problem_of(func: Any, y0: Any, t: Any, loss: Loss | None, args: tuple, param
     Draws the noise of a CNF.
     """
     module = own_solver(func)
-    if (isinstance(t, Tensor) and t.ndim == 2) or getattr(module, "spans", "common") != "common":
+    if is_of_samples(t) or getattr(module, "spans", "common") != "common":
         raise InvalidTimesError(
             "An audit compares methods at times that all samples share, t of shape (times,): audit the function in it "
             "with such times, as in audit(func, y0, [t0, t1])."

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
-
 from torchmali.controllers import FixedStep, StepController
 from torchmali.errors import InvalidTimesError
 from torchmali.gradients.base import GradientMethod
@@ -14,7 +12,7 @@ from torchmali.gradients.mali import MALI
 from torchmali.nn.base import SolveModule, Times, checked_times, shown_times
 from torchmali.solvers.base import Solver
 from torchmali.solvers.leapfrog import ALF
-from torchmali.spans import ends
+from torchmali.spans import ends, is_of_samples
 from torchmali.tree import Structure
 
 
@@ -46,13 +44,12 @@ class ODEBlock(SolveModule):
 
     def forward(self, y0: Any, *args: Any, t: Times | None = None) -> Any:
         t = self.t if t is None else t
-        is_of_samples = isinstance(t, Tensor) and t.ndim == 2
-        if self.spans != "common" and not is_of_samples:
+        if self.spans != "common" and not is_of_samples(t):
             raise InvalidTimesError(
                 f"ODEBlock(spans={self.spans!r}) needs the times of each sample, of shape (times, samples), in each "
                 "call: block(y0, t=t)."
             )
-        if is_of_samples and not self.all_outputs:
+        if is_of_samples(t) and not self.all_outputs:
             t = ends(t)
         y = self.solve(self.func, y0, t, args=args, spans=self.spans).y
         if self.all_outputs:

@@ -23,7 +23,7 @@ from torchmali.nn.base import SolveModule
 from torchmali.nn.control import Control, CubicControl, check_increasing
 from torchmali.solvers.base import Solver
 from torchmali.solvers.leapfrog import ALF
-from torchmali.spans import ends
+from torchmali.spans import ends, is_of_samples
 
 
 class NeuralCDE(SolveModule):
@@ -74,9 +74,8 @@ class NeuralCDE(SolveModule):
             t = torch.stack((knots[0], knots[-1])) if t is None else t
         elif t is None:
             t = (0.0, len(path.knots) - 1.0)  # from the shape: reading the knots would wait for the device
-        is_of_samples = isinstance(t, Tensor) and t.ndim == 2
-        z0 = self._start(path, t[0, 0] if is_of_samples else t[0], z0)
-        if is_of_samples:
+        z0 = self._start(path, t[0, 0] if is_of_samples(t) else t[0], z0)
+        if is_of_samples(t):
             self._check_knots_of_samples(path)
             t = t if self.all_outputs else ends(t)
         # Coefficients and knots are args, not a closure: `solve` finds that args need gradients, and saves them.
@@ -84,7 +83,7 @@ class NeuralCDE(SolveModule):
         how: dict[str, Any] = {"args": (coeffs, path.knots)}
         if self.crosses_knots:
             how["jumps"] = path.knots.detach()
-        if not self.control.jumps or is_of_samples or (self.crosses_knots and not path.knots.requires_grad):
+        if not self.control.jumps or is_of_samples(t) or (self.crosses_knots and not path.knots.requires_grad):
             y = self.solve(slope, z0, t, **how).y
             return y if self.all_outputs else y[-1]
         # As output times, knots get the gradient of the grid, too.

@@ -44,9 +44,9 @@ class ODERNNCell(SolveModule):
     ) -> Tensor:
         """Return h at t1, updated by x. Rows that are not `observed`, (batch,), follow the ODE but are not updated."""
         if any(isinstance(t, Tensor) and t.ndim > 0 for t in (t0, t1)):
-            t0, t1 = torch.broadcast_tensors(torch.as_tensor(t0), torch.as_tensor(t1))
-            if not torch.equal(t0, t1):
-                h = self.solve(self.func, h, torch.stack([t0, t1]), spans="own").y[-1]
+            times = torch.stack(torch.broadcast_tensors(torch.as_tensor(t0), torch.as_tensor(t1)))
+            if not torch.equal(times[0], times[1]):
+                h = self.solve(self.func, h, times, spans="own").y[-1]
         elif t0 != t1:
             h = self.solve(self.func, h, (t0, t1)).y[-1]
         if observed is None:

@@ -128,7 +128,7 @@ class Observer(Field):
         _, g, g_t = self.linearize(t, z, [a])
         return g[: len(z)], g[len(z) :], g_t
 
-    def backward_pass_from(self, t: Time, z: Tensors, **others: Any) -> AbstractContextManager:
+    def backward_pass_from(self, t: Any, z: Tensors, **others: Any) -> AbstractContextManager:
         """A context around all calls of `gradients_at`; t, z, others: those of the first value."""
         self._take(others)  # it may be asked for again
         return self.backward_pass(t, z)

@@ -1,6 +1,6 @@
-"""Problems that the tests share: dy/dt = f(t, y) in float64, with closed forms where there are any.
+"""Problems that the tests share: dy/dt = f(t, y) in float64, with closed forms where there are any; and solvers.
 
-Each is given twice, in torch and in NumPy, so that SciPy's solution of the NumPy problem is an independent
+Each problem is given twice, in torch and in NumPy, so that SciPy's solution of the NumPy problem is an independent
 reference for our solution of the torch problem.
 """
 
@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from scipy.integrate import solve_ivp
 from torch import Tensor
+
+import torchmali as tm
 
 Array = np.ndarray
 
@@ -203,3 +205,17 @@ PROBLEMS = [MLP, DECAY, GROWTH, TOY, OSCILLATOR, LOGISTIC, FORCED, VAN_DER_POL, 
 NOT_CHAOTIC = [ode for ode in PROBLEMS if not ode.chaotic]
 BENIGN = [ode for ode in NOT_CHAOTIC if not ode.strongly_contracting]  # within ALF's reach, too
 CLOSED_FORM = [ode for ode in PROBLEMS if ode.exact is not None]
+
+RUNGE_KUTTA: list[tm.Solver] = [  # all that the package has
+    tm.Euler(),
+    tm.Midpoint(),
+    tm.Heun(),
+    tm.Heun3(),
+    tm.RK4(),
+    tm.RK4ThreeEighths(),
+    tm.HeunEuler(),
+    tm.Bosh3(),
+    tm.Dopri5(),
+    tm.Tsit5(),
+    tm.Dopri8(),
+]

@@ -10,24 +10,12 @@ import pytest
 import torch
 import torchdiffeq
 from oracle import Case, worst_difference
+from problems import RUNGE_KUTTA
 from torch import nn
 
 import torchmali as tm
 
 FORWARD, BACKWARD_IN_TIME = (0.0, 0.31, 0.8, 1.3), (1.0, 0.45, 0.1, -0.4)
-RUNGE_KUTTA = [
-    tm.Euler(),
-    tm.Midpoint(),
-    tm.Heun(),
-    tm.Heun3(),
-    tm.RK4(),
-    tm.RK4ThreeEighths(),
-    tm.HeunEuler(),
-    tm.Bosh3(),
-    tm.Dopri5(),
-    tm.Tsit5(),
-    tm.Dopri8(),
-]
 CONTROLLERS = [tm.FixedStep(0.0731), tm.AdaptiveStep(1e-3, 1e-4), tm.AdaptiveStep(1e-3, 1e-4, h0=2.0, land=True)]
 REVERSIBLE = [
     tm.ALF(),

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 from scipy.integrate import solve_ivp
-from torch import Tensor
+from torch import Tensor, nn
 
 import torchmali as tm
 
@@ -102,6 +102,21 @@ def mlp_weights() -> tuple[Array, Array, Array, Array]:
 def tanh_mlp(t: Tensor, z: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
     """The network as a function of its weights, for tests that want gradients of them."""
     return torch.tanh(z @ w1[:4] + t * w1[4] + b1) @ w2 + b2
+
+
+class Simple(nn.Module):
+    """A network with parameters, for states of shape (..., 4)."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)).double()
+
+    def forward(self, t: Tensor, y: Tensor) -> Tensor:
+        return self.net(y)
+
+    def other(self, t: Tensor, y: Tensor) -> Tensor:
+        return self.net(y)
 
 
 def _mlp() -> ODE:

@@ -17,7 +17,10 @@ from experiments.report.runs import Found, Groups, Shown, chosen, commands, seed
 from experiments.report.style import COLORS, OBSERVED, REFERENCE, TRUTH, plain_axes
 from experiments.report.tables import Cell, Table, short
 
-NAMES = {name: label(name) for name in ("rnn", "gru_d", "adjoint", "seminorm", "naive", "aca", "mali", "alf4", "exact")}
+NAMES = {
+    name: label(name)
+    for name in ("rnn", "gru_d", "adjoint", "seminorm", "naive", "aca", "mali", "alf4", "exact", "free")
+}
 
 # The paper's: test MSE x 0.01 by fraction observed; accuracy on Speech Commands; both by damping
 PAPER_4 = {

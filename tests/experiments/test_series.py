@@ -228,12 +228,15 @@ def test_smoke_presets_run(name, method, tmp_path, monkeypatch):
 def test_free_steps_take_a_fraction_of_the_evaluations_of_a_step_per_output():
     times, z0 = (torch.arange(100) / 200).tolist(), torch.linspace(-1, 1, 30).reshape(2, 15)
     config = latent.LatentConfig()
-    f, counts, found = model().generate.func, {}, {}
+    f: Any = model().generate.func
+    counts, found = {}, {}
     for method in ("mali", "free", "naive"):
         block = latent.block(dataclasses.replace(config, method=method), times)(f)
         found[method] = block(z0.clone().requires_grad_())
         found[method].sum().backward()
-        counts[method] = block.last_stats.n_evals_forward, block.last_stats.n_evals_backward
+        stats = block.last_stats
+        assert stats is not None
+        counts[method] = stats.n_evals_forward, stats.n_evals_backward
     assert counts["mali"] == (100, 100) and max(counts["free"]) <= 20
     assert all((found[method] - found["naive"]).abs().max() < 1e-3 for method in ("mali", "free"))
     assert latent.block(config, times)(f).controller == tm.FixedStep(0.005)  # the published one, as before

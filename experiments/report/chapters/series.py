@@ -84,6 +84,9 @@ def latent(found: list[Found]) -> Shown:
         f"Test MSE x 0.01, {config['n']:,} trajectories, {config['epochs']} epochs; in parentheses the paper's, with "
     )
     notes += f"10,000 and 300. The mean of each channel as prediction has {mean:.2f}."
+    if chosen(plain, method="free"):
+        notes += f" {NAMES['free']}: run two days after the others and with newer code, so that its seconds do not "
+        notes += "compare with theirs; `python -m benchmarks.latent` times it beside them."
     table = Table("4", "Table 4: latent ODE on MuJoCo's Hopper", columns, rows, notes, commands(kept))
     runs = [one for one in chosen(plain, method="mali", fraction=0.1) if one.record.results["shown"]]
     pictures = []

@@ -46,6 +46,8 @@ def test_the_page_of_outputs_has_the_numbers_of_an_epoch_of_the_latent_ode():
     free, published, naive = (
         found["epochs"][name][-1] for name in ("MALI, free steps", "MALI, one step per output", "naive, Dopri5")
     )
+    counts = [f"{epoch['forward']:,} + {epoch['backward']:,}" for epoch in (free, published)]
+    assert f"{counts[0]} evaluations instead of {counts[1]}" in README.read_text()
     assert published["forward"] > 5 * free["forward"] and free["forward"] < 1.5 * naive["forward"]
 
 

@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
+from matplotlib.ticker import LogLocator, MaxNLocator
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from examples.pictures import BLUE, INK, PALE, RED, bare_axes, label_ticks
 from torchmali import ALF, MALI, Event, FixedStep, Solution, solve
 
 GRAVITY, DRAG = 9.81, 0.05  # m / s^2, 1 / m
@@ -30,8 +30,6 @@ HEIGHT = 2.0  # m, from which the ball is dropped
 TRUTH, GUESS = 0.85, 0.7  # elasticity: speed after a bounce over speed before it
 LONGEST = 5.0  # s, more than any flight takes
 N_POINTS = 500  # of a flight in the picture, most of them after its end
-
-INK, PALE, BLUE, RED = "#222222", "#6b6b6b", "#1f5fa8", "#c0504d"
 
 
 def fall(t: Tensor, y: Tensor) -> Tensor:
@@ -103,19 +101,11 @@ def table_of(found: Sequence[Iteration], observed: float) -> Table:
     return table
 
 
-def bare_axes(ax: Axes) -> None:
-    ax.spines[["top", "right", "left"]].set_visible(False)
-    ax.spines["bottom"].set_color(PALE)
-    ax.grid(axis="y", color="#e6e6e6", linewidth=0.8)
-    ax.set_axisbelow(True)
-    ax.tick_params(length=0, labelsize=9, labelcolor=PALE)
-
-
 def draw(found: Sequence[Iteration], observed: float, n_bounces: int, file: Path) -> None:
     """Draw the flights with the first and the last elasticity, and the error of the time by iteration."""
     figure = Figure(figsize=(9, 3.2), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=(2, 1))
-    bare_axes(left)
+    bare_axes(left, "height of the ball (m)", x="time (s)")
     for x, color, name in ((found[0], RED, "guess"), (found[-1], BLUE, "learned")):
         left.plot(*path(x.elasticity, n_bounces), color=color, lw=1.6, label=f"{name}: {x.elasticity:.4g}")
     left.plot([observed], [0.0], "o", color=INK, ms=6, clip_on=False, zorder=3)
@@ -130,18 +120,13 @@ def draw(found: Sequence[Iteration], observed: float, n_bounces: int, file: Path
     )
     left.legend(frameon=False, fontsize=9, labelcolor="linecolor", handlelength=0)
     left.set_ylim(bottom=0)
-    left.set_title("height of the ball (m)", loc="left", fontsize=10, fontweight="bold", color=INK)
-    left.set_xlabel("time (s)", color=PALE, fontsize=9)
-    bare_axes(right)
+    bare_axes(right, "error of the time (s)", x="iteration")
     errors = [max(abs(x.time - observed), 1e-16) for x in found]
     right.plot(range(len(errors)), errors, "o-", color=BLUE, lw=2, ms=4)
     right.set_yscale("log")
     right.yaxis.set_major_locator(LogLocator(numticks=6))
-    right.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0e}"))
-    right.minorticks_off()
+    label_ticks(right, lambda value: f"{value:.0e}")
     right.xaxis.set_major_locator(MaxNLocator(integer=True))
-    right.set_title("error of the time (s)", loc="left", fontsize=10, fontweight="bold", color=INK)
-    right.set_xlabel("iteration", color=PALE, fontsize=9)
     figure.savefig(file, dpi=180)
 
 

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, PercentFormatter
+from matplotlib.ticker import LogLocator, MaxNLocator, PercentFormatter
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -30,6 +30,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from examples.pictures import BLUE, GREY, INK, ORANGE, PALE, RED, bare_axes, label_ticks
 from torchmali import ACA, ALF, MALI, Adjoint, FixedStep, GradientMethod, Naive, Solution, Stats, solve
 from torchmali.measure import LiveBytes, peak_bytes
 
@@ -43,8 +44,7 @@ N_ROUNDS = 30  # of timing
 STEPS_IN_PICTURE = (4, 8, 16, 32, 64, 128, 256)
 
 METHODS: dict[str, GradientMethod] = {"naive": Naive(), "adjoint": Adjoint(), "ACA": ACA(), "MALI": MALI()}
-COLORS = {"naive": "#c0504d", "adjoint": "#7f7f7f", "ACA": "#d98c21", "MALI": "#1f5fa8"}
-INK, PALE = "#222222", "#6b6b6b"
+COLORS = {"naive": RED, "adjoint": GREY, "ACA": ORANGE, "MALI": BLUE}
 
 
 class Dynamics(nn.Module):
@@ -305,20 +305,11 @@ def finding(peaks: dict[str, list[int]]) -> tuple[str, str]:
     return title, f"At {STEPS_IN_PICTURE[-1]} steps, {listed(times_mali)} as much as MALI"
 
 
-def bare_axes(ax: Axes) -> None:
-    ax.spines[["top", "right", "left"]].set_visible(False)
-    ax.spines["bottom"].set_color(PALE)
-    ax.grid(axis="y", color="#e6e6e6", linewidth=0.8)
-    ax.set_axisbelow(True)
-    ax.tick_params(length=0, labelsize=9, labelcolor=PALE)
-
-
 def log_axis(ax: Axes, label: Callable[[float], str]) -> None:
     """A vertical log axis with ticks at 1, 3, 10, 30, ..."""
     ax.set_yscale("log")
     ax.yaxis.set_major_locator(LogLocator(subs=(1, 3)))
-    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: label(value)))
-    ax.minorticks_off()
+    label_ticks(ax, label)
 
 
 def spread(values: Iterable[float], ratio: float) -> list[float]:
@@ -368,10 +359,8 @@ def draw_training(history: list[Epoch], path: Path) -> None:
         (left, "training loss", [epoch.loss for epoch in history]),
         (right, "held-out accuracy", [epoch.accuracy for epoch in history]),
     ):
-        bare_axes(ax)
+        bare_axes(ax, title, x="epoch")
         ax.plot(epochs, values, color=COLORS["MALI"], lw=2)
-        ax.set_title(title, loc="left", fontsize=10, fontweight="bold", color=INK)
-        ax.set_xlabel("epoch", color=PALE, fontsize=9)
         ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     log_axis(left, lambda loss: f"{loss:g}")
     right.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))

@@ -69,6 +69,7 @@ METHODS: dict[str, Method] = {
     "seminorm": Method("seminorm", tm.Adjoint(seminorm=True), tm.Dopri5(), tm.Midpoint(), 1e-5, 1e-5),
     "aca": Method("ACA", tm.ACA(), tm.HeunEuler(), tm.HeunEuler(), 1e-1, 1e-2),
     "mali": Method("MALI", tm.MALI(), tm.ALF(), tm.ALF(), 1e-1, 1e-2),
+    "free": Method("MALI, free steps", tm.MALI(), tm.ALF(), tm.ALF(), 1e-3, 1e-4),  # not the paper's: always adaptive
     "published": Method("MALI as published", tm.MALI(checkpoint_every=None), PUBLISHED_ALF, PUBLISHED_ALF, 1e-1, 1e-2),
     "alf4": Method("MALI alf4", tm.MALI(), tm.ALF(order=4), tm.ALF(order=4), 1e-1, 1e-2),
     "exact": Method("MALI exact", tm.MALI(exact=True), tm.ALF(), tm.ALF(), 1e-1, 1e-2),

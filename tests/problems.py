@@ -1,6 +1,6 @@
-"""Problems that the tests share: dy/dt = f(t, y) in float64, with closed forms where there are any.
+"""Problems that the tests share: dy/dt = f(t, y) in float64, with closed forms where there are any; and solvers.
 
-Each is given twice, in torch and in NumPy, so that SciPy's solution of the NumPy problem is an independent
+Each problem is given twice, in torch and in NumPy, so that SciPy's solution of the NumPy problem is an independent
 reference for our solution of the torch problem.
 """
 
@@ -14,7 +14,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 from scipy.integrate import solve_ivp
-from torch import Tensor
+from torch import Tensor, nn
+
+import torchmali as tm
 
 Array = np.ndarray
 
@@ -100,6 +102,21 @@ def mlp_weights() -> tuple[Array, Array, Array, Array]:
 def tanh_mlp(t: Tensor, z: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
     """The network as a function of its weights, for tests that want gradients of them."""
     return torch.tanh(z @ w1[:4] + t * w1[4] + b1) @ w2 + b2
+
+
+class Simple(nn.Module):
+    """A network with parameters, for states of shape (..., 4)."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)).double()
+
+    def forward(self, t: Tensor, y: Tensor) -> Tensor:
+        return self.net(y)
+
+    def other(self, t: Tensor, y: Tensor) -> Tensor:
+        return self.net(y)
 
 
 def _mlp() -> ODE:
@@ -203,3 +220,17 @@ PROBLEMS = [MLP, DECAY, GROWTH, TOY, OSCILLATOR, LOGISTIC, FORCED, VAN_DER_POL, 
 NOT_CHAOTIC = [ode for ode in PROBLEMS if not ode.chaotic]
 BENIGN = [ode for ode in NOT_CHAOTIC if not ode.strongly_contracting]  # within ALF's reach, too
 CLOSED_FORM = [ode for ode in PROBLEMS if ode.exact is not None]
+
+RUNGE_KUTTA: list[tm.Solver] = [  # all that the package has
+    tm.Euler(),
+    tm.Midpoint(),
+    tm.Heun(),
+    tm.Heun3(),
+    tm.RK4(),
+    tm.RK4ThreeEighths(),
+    tm.HeunEuler(),
+    tm.Bosh3(),
+    tm.Dopri5(),
+    tm.Tsit5(),
+    tm.Dopri8(),
+]

@@ -66,11 +66,12 @@ def odeint(
     1e-3), "alf6", "tsit5", "dopri8", "bosh3", "adaptive_heun", "euler", "midpoint", "heun2", "heun3", "rk4" (3/8 rule),
     "rk4_classic", or a solver. gradient: "naive" (default), "aca", "mali", "adjoint", "seminorm", or a gradient method.
     options: step_size, or first_step, safety, ifactor, dfactor, min_step, max_step, max_num_steps, norm; and jump_t,
-    times at which f jumps (`jumps` of `solve`), with fixed steps, too. Unlike in torchdiffeq, max_num_steps (10,000)
-    limits the whole solve, and fixed steps end at each output time instead of being interpolated. event_fn: a function
-    of (t, y). The solve goes on until one of its components changes its sign, and returns (event_t, y at t[0] and at
-    event_t), both differentiable; of the other times only t[1] counts, which says in which direction.
-    `solve(event=...)` can do more.
+    times at which f jumps (`jumps` of `solve`), with fixed steps, too. Adaptive steps and those of a step_size do not
+    end on output times: outputs between them are interpolated, at no cost. Fixed methods without a step_size take one
+    step from each output time to the next. Unlike in torchdiffeq, max_num_steps (10,000) limits the whole solve.
+    event_fn: a function of (t, y). The solve goes on until one of its components changes its sign, and returns
+    (event_t, y at t[0] and at event_t), both differentiable; of the other times only t[1] counts, which says in which
+    direction. `solve(event=...)` can do more.
     """
     chosen = _named(gradient, GRADIENTS, GradientMethod, "gradient method", Naive())
     options = dict(options or {})
@@ -199,7 +200,8 @@ def _controller(solver: Solver, rtol: Any, atol: Any, options: Mapping[str, Any]
     if size is not None or solver.error_order is None:
         if options:
             raise InvalidOptionError(f"Unknown options {sorted(options)} for fixed steps. Known: ['step_size'].")
-        return FixedStep(math.inf if size is None else size)
+        # Steps of a given size run on over output times, as torchdiffeq's do, which costs fewer of them.
+        return FixedStep(math.inf) if size is None else FixedStep(size, land=not solver.interpolates)
     unknown = sorted(set(options) - set(ADAPTIVE_OPTIONS))
     if unknown:
         raise InvalidOptionError(f"Unknown options {unknown}. Known: {['step_size', *ADAPTIVE_OPTIONS]}.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,7 @@ SIZES = (0.005, 0.0025, 0.00125, 0.000625)  # of fixed steps, 1, 2, 4, 8 to an o
 class LatentConfig(Config):
     """Settings of a latent ODE. fraction: of the 100 times, observed. n: trajectories, 80 % to train with.
 
-    h: of the fixed steps of MALI; the others adapt with rtol and atol.
+    h: of the fixed steps of MALI; the others adapt with rtol and atol, as MALI does with --method free.
     """
 
     method: str = "mali"
@@ -75,21 +76,28 @@ def network(config: LatentConfig, times: Sequence[float]) -> nn.Module:
     solving.check(config, NAMES)
     if config.method in NETWORKS:
         return Recurrent(hopper.N_CHANNELS, config.latent, config.units, decays=config.method == "gru_d")
+    return latent_ode(config, block(config, times))
+
+
+def latent_ode(config: LatentConfig, block: Callable[[nn.Module], nn.Module]) -> LatentODE:
     sizes = (hopper.N_CHANNELS, config.latent, config.hidden, config.units, config.gru_units, config.layers)
-    return LatentODE(block(config, times), *sizes)
+    return LatentODE(block, *sizes)
 
 
 # Data
 
 
-def trajectories(config: LatentConfig, run: Run) -> tuple[Tensor, str]:
-    """Load or simulate trajectories, normalise them, cut a window of each, keep the first n; and say where from."""
-    place = data_dir(run.data_dir)
+def trajectories(config: LatentConfig, folder: Path | None, tell: Callable[[str], None]) -> tuple[Tensor, str]:
+    """Load or simulate trajectories, normalise them, cut a window of each, keep the first n; and say where from.
+
+    folder: that of the data, if they are not to be looked for. tell: is told how far a simulation has come.
+    """
+    place = data_dir(folder)
     if config.n_simulated == 10_000 and place is not None and (place / "HopperPhysics").is_dir():
         x, source = hopper.load(place).float(), "file"
     else:
-        tell: Any = lambda done, of: run.tell(0.0, f"simulating {done} of {of}")  # noqa: E731
-        x, source = hopper.simulate(config.n_simulated, folder=RUNS / "data", tell=tell), "simulated"
+        progress: Any = lambda done, of: tell(f"simulating {done} of {of}")  # noqa: E731
+        x, source = hopper.simulate(config.n_simulated, folder=RUNS / "data", tell=progress), "simulated"
     if config.n > len(x):
         raise DataError(f"n = {config.n}: there are {len(x):,} trajectories.")
     windows = hopper.windows(hopper.normalise(x), np.random.RandomState(WINDOWS))
@@ -141,9 +149,12 @@ class GapFiller(LoggingModule):
         found = self.network(values, mask, self.times)
         return Loss(-log_likelihood(found, x).mean(), *errors(found, x))
 
+    def kl_weight(self, epoch: int) -> float:
+        over = epoch - self.kl_wait
+        return 0.0 if over < 0 else 1 - 0.99**over
+
     def training_step(self, batch: tuple[Tensor, ...], batch_idx: int) -> Tensor:
-        over = self.current_epoch - self.kl_wait
-        loss = self.loss(batch, 0.0 if over < 0 else 1 - 0.99**over)
+        loss = self.loss(batch, self.kl_weight(self.current_epoch))
         self.note("train_loss", loss.total, batch)
         self.note("train_mse", loss.mse, batch)
         return loss.total
@@ -167,7 +178,7 @@ class GapFiller(LoggingModule):
 
 
 def main(config: LatentConfig, run: Run) -> dict[str, Any]:
-    found, source = trajectories(config, run)
+    found, source = trajectories(config, run.data_dir, partial(run.tell, 0.0))
     train_set, test_set = hopper.train_test(found)
     times = hopper.times(train_set.shape[1])
     batches = Gappy(train_set, test_set, config.fraction, config.batch, run.seed("gaps of the test"))

@@ -9,8 +9,9 @@ import torchmali as tm
 from experiments.engine.task import BadOption, require_known
 from experiments.methods import METHODS, Solve, pick
 
-ADAPTIVE = ("adjoint", "seminorm")
-NAMES = ("naive", *ADAPTIVE, "aca", "mali", "alf4", "exact")
+ADJOINTS = ("adjoint", "seminorm")
+ADAPTIVE = (*ADJOINTS, "free")
+NAMES = ("naive", *ADJOINTS, "aca", "mali", "alf4", "exact", "free")
 
 
 class Steps(Protocol):
@@ -43,7 +44,7 @@ def solve_of(config: Steps, naive: tm.Solver, adaptive: Sequence[str] = ADAPTIVE
         gradient = tm.MALI(checkpoint_every=None, unsafe_damping=True) if config.unsafe_damping else tm.MALI()
         damped = tm.ALF(eta=config.eta)
         method = pick("mali", solver=damped, fixed=damped, gradient=gradient)
-    elif config.method in ADAPTIVE:
+    elif config.method in ADJOINTS:
         method = pick(config.method, fixed=tm.Dopri5())
     if config.method in adaptive:
         return method.adaptive_steps(config.rtol, config.atol)

@@ -1,4 +1,4 @@
-"""The examples of README.md and docs/models.md are run as they stand, and the files that the pages name exist."""
+"""The examples of README.md and of pages in docs/ are run as they stand, and the files that the pages name exist."""
 
 import re
 from pathlib import Path
@@ -28,7 +28,7 @@ def examples(path: Path) -> list[str]:
 
 
 def test_the_readmes_examples_run(capsys):
-    first, second, third, fourth = examples(README)
+    first, second, outputs, third, fourth = examples(README)
     names: dict = {}
     exec(first, names)
     assert names["solution"].y.shape == (3, 128, 2)
@@ -37,6 +37,11 @@ def test_the_readmes_examples_run(capsys):
     exec(second, names)
     names["y"].sum().backward()
     assert names["y0"].grad is not None
+    exec(outputs, names)
+    t = (2 * 10 / 9.81) ** 0.5
+    assert abs(names["solution"].event_t.item() - t) < 1e-3
+    assert torch.allclose(names["ball"].grad, torch.tensor([1 / (9.81 * t), 1 / 9.81]), atol=1e-3)
+    assert abs(names["path"](0.123)[0].item() - (10 - 9.81 / 2 * 0.123**2)) < 1e-4
     exec(third, names)
     assert "mali4" in capsys.readouterr().out
     exec(fourth, names)
@@ -62,9 +67,33 @@ def test_the_examples_of_docs_models_run():
     assert names["y"].shape == (2, 3, 16) and names["states"].shape == (3, 4, 16)
 
 
+def test_the_examples_of_docs_outputs_run():
+    names: dict = {}
+    between, dense, *others = examples(ROOT / "docs" / "outputs.md")
+    exec(between, names)
+    y = names["many"].y
+    assert y.shape == (1000, 2) and (y[-1] - names["few"].y[-1]).abs().max() < 1e-12
+    exec(dense, names)
+    before = names["y0"].grad.clone()
+    assert names["angle"].shape == (77,) and before.norm() > 0
+    events, as_in_torchdiffeq, jumps, samples = others
+    exec(events, names)
+    assert abs(names["solution"].event_t.item() - 1.6749957) < 1e-3  # a quarter period, K(sin(1/2))
+    assert (names["y0"].grad - before).norm() > 0 and len(names["record"].event_times[0]) == 4
+    exec(as_in_torchdiffeq, names)
+    assert abs(names["t"].item() - 1.6749957) < 1e-5 and names["y"].shape == (2, 2)
+    exec(jumps, names)  # compares the numbers of rejected steps itself
+    exec(samples, names)
+    wanted = names["starts"] * torch.exp(-names["times"])[..., None]
+    assert torch.allclose(names["solution"].y, wanted, atol=1e-3, equal_nan=True)
+
+
 PAGES = [
     README,
-    *(ROOT / "docs" / name for name in ("architecture.md", "extending.md", "limits.md", "reading-guide.md")),
+    *(
+        ROOT / "docs" / name
+        for name in ("architecture.md", "extending.md", "limits.md", "outputs.md", "reading-guide.md")
+    ),
 ]
 
 

@@ -10,24 +10,12 @@ import pytest
 import torch
 import torchdiffeq
 from oracle import Case, worst_difference
+from problems import RUNGE_KUTTA, Simple
 from torch import nn
 
 import torchmali as tm
 
 FORWARD, BACKWARD_IN_TIME = (0.0, 0.31, 0.8, 1.3), (1.0, 0.45, 0.1, -0.4)
-RUNGE_KUTTA = [
-    tm.Euler(),
-    tm.Midpoint(),
-    tm.Heun(),
-    tm.Heun3(),
-    tm.RK4(),
-    tm.RK4ThreeEighths(),
-    tm.HeunEuler(),
-    tm.Bosh3(),
-    tm.Dopri5(),
-    tm.Tsit5(),
-    tm.Dopri8(),
-]
 CONTROLLERS = [tm.FixedStep(0.0731), tm.AdaptiveStep(1e-3, 1e-4), tm.AdaptiveStep(1e-3, 1e-4, h0=2.0, land=True)]
 REVERSIBLE = [
     tm.ALF(),
@@ -132,19 +120,6 @@ def test_naive_through_the_search_differentiates_the_step_sizes_too():
     moved = (end(y0.detach() + eps) - end(y0.detach() - eps)) / (2 * eps)
     assert (through - moved).abs() < 1e-6 * moved.abs()
     assert (detached - moved).abs() > 1e-4 * moved.abs()
-
-
-class Simple(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)).double()
-
-    def forward(self, t, y):
-        return self.net(y)
-
-    def other(self, t, y):
-        return self.net(y)
 
 
 METHODS = [tm.Naive(), tm.Adjoint(), tm.ACA(), tm.MALI()]
@@ -514,41 +489,7 @@ def test_the_adjoint_controls_each_leaf_by_its_own_tolerance():
     assert (g - wanted).norm() < 1e-6 * wanted.norm()
 
 
-# torchdiffeq's call.
-
-
-@pytest.mark.parametrize("method", ["dopri5", "dopri8", "bosh3", "adaptive_heun"])
-def test_odeint_is_a_drop_in_for_torchdiffeq(method):
-    module, y0, t = Simple(), double(2, 4), torch.linspace(0, 1, 5, dtype=torch.float64)
-    ours = tm.odeint(module, y0, t, rtol=1e-6, atol=1e-8, method=method)
-    theirs: Any = torchdiffeq.odeint(module, y0, t, rtol=1e-6, atol=1e-8, method=method)
-    assert ours.shape == theirs.shape
-    assert (ours - theirs).abs().max() < 1e-4  # torchdiffeq's bosh3 interpolates with an error of 6e-5 here
-    assert torch.equal(tm.odeint(module, y0, t), tm.odeint(module, y0, t, rtol=1e-7, atol=1e-9, method="dopri5"))
-
-
-@pytest.mark.parametrize("method", ["euler", "midpoint", "heun2", "heun3", "rk4"])
-@pytest.mark.parametrize("options", [None, {"step_size": 0.125}])
-def test_fixed_step_odeint_takes_torchdiffeqs_very_steps(method, options):
-    module, t = Simple(), torch.tensor([0.0, 0.25, 1.0], dtype=torch.float64)
-    y0 = (double(2, 4), double(3))
-
-    def func(t, y):
-        return module(t, y[0]) * t, torch.sin(y[1])
-
-    ours = tm.odeint(func, y0, t, method=method, options=options)
-    theirs = torchdiffeq.odeint(func, y0, t, method=method, options=options)
-    for a, b in zip(ours, theirs, strict=True):
-        assert (a - b).abs().max() < 1e-14
-
-
-def test_one_changed_import_and_gradient_mali_gives_exact_gradients():
-    module, y0, t = Simple(), double(2, 4).requires_grad_(), torch.tensor([0.0, 1.0], dtype=torch.float64)
-    y = tm.odeint(module, y0, t, rtol=1e-3, atol=1e-4, gradient="mali")
-    (g,) = torch.autograd.grad((y[-1] ** 2).sum(), y0)
-    y = tm.odeint(module, y0, t, rtol=1e-3, atol=1e-4, method="alf4", gradient="naive")
-    (exact,) = torch.autograd.grad((y[-1] ** 2).sum(), y0)
-    assert (g - exact).norm() < 1e-12 * exact.norm()
+# Times and states.
 
 
 @pytest.mark.parametrize(

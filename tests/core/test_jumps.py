@@ -6,6 +6,7 @@ from bisect import bisect_left, bisect_right
 
 import pytest
 import torch
+from problems import RUNGE_KUTTA
 
 import torchmali as tm
 from torchmali.jumps import Jumps
@@ -20,17 +21,7 @@ SOLVERS = [
     tm.ALF(eta=0.8),
     tm.ALF(refresh="never"),
     tm.ALF(refresh=2),
-    tm.Euler(),
-    tm.Midpoint(),
-    tm.Heun(),
-    tm.Heun3(),
-    tm.RK4(),
-    tm.RK4ThreeEighths(),
-    tm.HeunEuler(),
-    tm.Bosh3(),
-    tm.Dopri5(),
-    tm.Tsit5(),
-    tm.Dopri8(),
+    *RUNGE_KUTTA,
     tm.Reversible(),
     tm.Reversible(tm.Dopri5()),
 ]

@@ -204,7 +204,9 @@ def test_what_does_not_fit_is_told(name, changes, match, tmp_path, monkeypatch):
         run.task.experiment.main(run.task.config, run)
 
 
-@pytest.mark.parametrize(("name", "method"), [("latent", "mali"), ("latent", "gru_d"), ("paths", "mali")])
+@pytest.mark.parametrize(
+    ("name", "method"), [("latent", "mali"), ("latent", "free"), ("latent", "gru_d"), ("paths", "mali")]
+)
 def test_smoke_presets_run(name, method, tmp_path, monkeypatch):
     if name == "latent":
         pytest.importorskip("mujoco")
@@ -217,10 +219,27 @@ def test_smoke_presets_run(name, method, tmp_path, monkeypatch):
     found = Record.read(run.task.path)
     quality = found.results["test_mse" if name == "latent" else "test_accuracy"]
     assert found.finished and math.isfinite(quality)
-    if method == "mali":
+    if method in ("mali", "free"):
         assert max(found.metrics["reconstruction_error"]) < 1e-3
         peaks = list(found.results["peak_bytes_by_h"].values())
         assert len(peaks) >= 3 and max(peaks) <= 1.1 * min(peaks)  # a drift that is looked into takes a little
+
+
+def test_free_steps_take_a_fraction_of_the_evaluations_of_a_step_per_output():
+    times, z0 = (torch.arange(100) / 200).tolist(), torch.linspace(-1, 1, 30).reshape(2, 15)
+    config = latent.LatentConfig()
+    f: Any = model().generate.func
+    counts, found = {}, {}
+    for method in ("mali", "free", "naive"):
+        block = latent.block(dataclasses.replace(config, method=method), times)(f)
+        found[method] = block(z0.clone().requires_grad_())
+        found[method].sum().backward()
+        stats = block.last_stats
+        assert stats is not None
+        counts[method] = stats.n_evals_forward, stats.n_evals_backward
+    assert counts["mali"] == (100, 100) and max(counts["free"]) <= 20
+    assert all((found[method] - found["naive"]).abs().max() < 1e-3 for method in ("mali", "free"))
+    assert latent.block(config, times)(f).controller == tm.FixedStep(0.005)  # the published one, as before
 
 
 def test_unsafe_damping_is_the_published_method():

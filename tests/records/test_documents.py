@@ -30,6 +30,27 @@ def test_the_readmes_benchmark_is_the_record():
         assert re.search(rf"^\| {label} \| {re.escape(' | '.join(cells))} \|$", README.read_text(), re.M), method
 
 
+def test_the_page_of_outputs_has_the_numbers_of_an_epoch_of_the_latent_ode():
+    page = (ROOT / "docs" / "outputs.md").read_text()
+    record = json.loads((ROOT / "benchmarks" / "records" / "latent.json").read_text())
+    found = record["results"]
+    assert (
+        record["header"]["command"] in page
+        and found["batches"] == 16
+        and len(next(iter(found["epochs"].values()))) == 8
+    )
+    for name, epochs in found["epochs"].items():
+        ratio = found["time_ratios"][name]["median"]
+        row = f"{epochs[-1]['forward']:,} | {epochs[-1]['backward']:,} | {ratio:.2f}"
+        assert re.search(rf"^\| \**{re.escape(name)}\**( \(.*\))? \| {re.escape(row)} \|$", page, re.M), name
+    free, published, naive = (
+        found["epochs"][name][-1] for name in ("MALI, free steps", "MALI, one step per output", "naive, Dopri5")
+    )
+    counts = [f"{epoch['forward']:,} + {epoch['backward']:,}" for epoch in (free, published)]
+    assert f"{counts[0]} evaluations instead of {counts[1]}" in README.read_text()
+    assert published["forward"] > 5 * free["forward"] and free["forward"] < 1.5 * naive["forward"]
+
+
 def test_the_decision_on_exact_mode_quotes_its_records():
     text = (ROOT / "docs" / "choosing-a-gradient.md").read_text()
     *_, last = (ROOT / "tests" / "fuzz" / "records" / "float32.jsonl").read_text().splitlines()

@@ -58,11 +58,9 @@ def _each(operation: Callable) -> Callable[..., Any]:
 
 
 foreach_abs = _found(torch, "_foreach_abs", _each(torch.abs))
-foreach_abs_ = _found(torch, "_foreach_abs_", _each(Tensor.abs_))
 foreach_add = _found(torch, "_foreach_add", _each(torch.add))
 foreach_add_ = _found(torch, "_foreach_add_", _each(Tensor.add_))
 foreach_div = _found(torch, "_foreach_div", _each(torch.div))
-foreach_div_ = _found(torch, "_foreach_div_", _each(Tensor.div_))
 foreach_lerp = _found(torch, "_foreach_lerp", _each(torch.lerp))
 foreach_lerp_ = _found(torch, "_foreach_lerp_", _each(Tensor.lerp_))
 foreach_maximum = _found(torch, "_foreach_maximum", _each(torch.maximum))

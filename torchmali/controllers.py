@@ -6,7 +6,7 @@ A controller is an immutable value; its `begin` makes the mutable state that acc
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -24,6 +24,7 @@ from torchmali._torch import (
     foreach_norm,
     foreach_sub,
 )
+from torchmali.abstract import Abstract
 from torchmali.errors import IncompatibleError, InvalidOptionError, NonFiniteError, StepLimitError, StepUnderflowError
 from torchmali.jumps import Jumps
 from torchmali.solution import short_repr
@@ -70,7 +71,7 @@ class SolveStart(NamedTuple):
     first_jump: float | None = None  # the first time after t0 at which f jumps: up to there f may be evaluated
 
 
-class ControllerState(ABC):
+class ControllerState(Abstract):
     """State of a controller in one solve.
 
     Its attributes must be values that are replaced, not changed in place: where several steps are taken back, the loop
@@ -100,7 +101,7 @@ class AdaptiveControllerState(ControllerState):
         """Whether the attempt is accepted. ratio: its `error_ratio`; value: that as a float. Counts `n_rejected`."""
 
 
-class StepController(ABC):
+class StepController(Abstract):
     """Base of controllers, which choose the steps of a solve. A new controller needs `begin`.
 
     adaptive: whether `begin` returns an AdaptiveControllerState, which may reject steps.

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple, NoReturn, ParamSpec, TypeVar
 
 import torch
 from torch import Generator, Tensor
@@ -485,17 +486,23 @@ def _checked_times(t: Any) -> tuple[Tensor, list[float]]:
 
 
 def _ordered(times: list[float]) -> list[float]:
+    later = times[1:]
+    in_order = all(map(operator.lt, times, later)) or all(map(operator.gt, times, later))
+    if len(times) < 2 or not in_order or not all(map(math.isfinite, times)):
+        _raise_for_times(times)
+    return times
+
+
+def _raise_for_times(times: list[float]) -> NoReturn:
+    """Say what is wrong with times that are not in order, not finite or too few."""
     if len(times) < 2:
         raise InvalidTimesError(f"t needs a start and at least one output time; got {len(times)}.")
     k = next((k for k, t in enumerate(times) if not math.isfinite(t)), -1)
     if k >= 0:
         raise InvalidTimesError(f"t must be finite; got t[{k}] = {times[k]}.")
     forward = times[1] > times[0]
-    k = next((k for k, (a, b) in enumerate(pairwise(times)) if a == b or (b > a) != forward), -1)
+    k = next(k for k, (a, b) in enumerate(pairwise(times)) if a == b or (b > a) != forward)
     where = f"t[{k}] = {times[k]:g}, t[{k + 1}] = {times[k + 1]:g}"
-    repeats = k >= 0 and times[k] == times[k + 1]
-    if repeats:
+    if times[k] == times[k + 1]:
         raise InvalidTimesError(f"t repeats a time: {where}. Give each output time once.")
-    if k >= 0:
-        raise InvalidTimesError(f"t must be increasing or decreasing throughout: {where}. Sort it.")
-    return times
+    raise InvalidTimesError(f"t must be increasing or decreasing throughout: {where}. Sort it.")

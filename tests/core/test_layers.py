@@ -9,6 +9,7 @@ import pytest
 CORE = Path(__file__).parents[2] / "torchmali"
 LAYERS = [  # a module may import those named before it
     "_torch",
+    "abstract",
     "copies",
     "errors",
     "tree",
@@ -126,10 +127,10 @@ def test_imports_go_in_one_direction(path: Path):
 def test_the_core_needs_torch_and_the_standard_library_alone(path: Path):
     standard = {
         "__future__", "abc", "argparse", "bisect", "collections", "contextlib", "copy", "dataclasses", "functools",
-        "gc", "html", "importlib", "inspect", "itertools", "math", "pathlib", "re", "runpy", "struct", "sys",
-        "textwrap", "threading", "time", "types", "typing", "warnings", "weakref",
+        "gc", "html", "importlib", "inspect", "itertools", "math", "operator", "pathlib", "re", "runpy", "struct",
+        "sys", "textwrap", "threading", "time", "types", "typing", "warnings", "weakref",
     }  # fmt: skip
-    standard |= {"operator", "os"} if module(path) == "_torch" else set()
+    standard |= {"os"} if module(path) == "_torch" else set()
     for name in imports(path):
         assert name.split(".")[0] in standard | {"torch", "torchmali"}, f"{module(path)}: {name}"
 

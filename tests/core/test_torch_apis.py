@@ -160,11 +160,9 @@ def test_all_operations_on_lists_are_compared():
 
 OPERANDS = {
     "foreach_abs": ((), {}),
-    "foreach_abs_": ((), {}),
     "foreach_add": (("list",), {"alpha": 0.3}),
     "foreach_add_": (("list",), {"alpha": 0.3}),
     "foreach_div": (("list",), {}),
-    "foreach_div_": (("list",), {}),
     "foreach_lerp": (("list", 0.7), {}),
     "foreach_lerp_": (("list", 0.7), {}),
     "foreach_maximum": (("list",), {}),

@@ -59,19 +59,8 @@ class Field:
         search = search_of((func, rest) if rest else func)
         found, modules = list(search.found.values()), list(search.modules.values())
         loose = [*search.loose.values(), *self.arguments.fixed]
-        found = found if params is None else list(params)
-        listed = not isinstance(params, Tensor) and all(isinstance(p, Tensor) for p in found)
-        if not listed:
-            raise InvalidOptionError(
-                "params must be a list of tensors, as in params=[w] or params=list(net.parameters())."
-            )
-        # By identity: one that is listed twice would get its gradient twice.
-        unique = {id(p): p for p in found if p.requires_grad}
-        # What another one is computed from gets its gradient through that one, outside: here it would be counted twice.
-        roots = [p.grad_fn for p in unique.values() if p.grad_fn is not None]
-        behind = nodes_behind([node for root in roots for node, _ in root.next_functions], set())
-        self.behind = {id(x) for x in map(leaf_of, behind)}
-        theta = [p for p in unique.values() if id(p) not in self.behind and p.grad_fn not in behind]
+        found = found if params is None else _listed(params)
+        theta, self.behind = _independent(found) if found else ([], set())
         self.args, self.is_leaf = self.arguments.args, structure.spec.is_leaf()
         self.theta = [*self.arguments.moving, *theta]
         self.originals = [weakref.ref(p) for p in theta]  # saved ones may come back as other objects
@@ -452,6 +441,28 @@ class Field:
                 f"{self.called} reads a tensor that was computed outside it from its own parameters, and each step "
                 "would have to go back through that. Pass the tensor through args=(...), or compute it inside."
             ) from error
+
+
+def _listed(params: Iterable[Tensor]) -> list[Tensor]:
+    found = list(params)
+    if isinstance(params, Tensor) or not all(isinstance(p, Tensor) for p in found):
+        raise InvalidOptionError("params must be a list of tensors, as in params=[w] or params=list(net.parameters()).")
+    return found
+
+
+def _independent(tensors: list[Tensor]) -> tuple[list[Tensor], set[int]]:
+    """Those that require a gradient and are not behind another one; and the ids of the leaves that are behind one.
+
+    What another one is computed from gets its gradient through that one, outside: here it would be counted twice.
+    """
+    # By identity: one that is listed twice would get its gradient twice.
+    unique = {id(p): p for p in tensors if p.requires_grad}
+    roots = [p.grad_fn for p in unique.values() if p.grad_fn is not None]
+    if not roots:
+        return list(unique.values()), set()
+    nodes = nodes_behind([node for root in roots for node, _ in root.next_functions], set())
+    leaves = {id(x) for x in map(leaf_of, nodes)}
+    return [p for p in unique.values() if id(p) not in leaves and p.grad_fn not in nodes], leaves
 
 
 def time_dtype(z: Tensors) -> torch.dtype:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from torchmali.abstract import Abstract
 from torchmali.controllers import StepController
 from torchmali.errors import DoubleBackwardError, NonRepeatableFieldError
 from torchmali.field.environment import in_forward_pass
@@ -130,7 +131,7 @@ def has_tangent(x: Tensor) -> bool:
     return forward_ad.unpack_dual(x).tangent is not None
 
 
-class GradientMethod(ABC):
+class GradientMethod(Abstract):
     """How a solve is differentiated.
 
     compares_first_value: its backward pass evaluates f at the start, to see whether it is the same function.

@@ -144,8 +144,10 @@ class MALI(ReplayGradient):
         )
 
     def judge_forward(self, problem: Problem, solved: Solved) -> None:
+        if self.memory is None:
+            return
         longest, every = _longest(problem), solved.integration.tape.keep_every
-        if self.memory is not None and longest is not None and every is not None:
+        if longest is not None and every is not None:
             needed = math.ceil(solved.stats.n_steps / longest) * self._bytes_of_state(problem)
             if every > longest:
                 raise InvalidOptionError(

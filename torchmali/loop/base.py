@@ -6,13 +6,14 @@ collected and read once per step. The loop knows nothing of gradients.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from torchmali.abstract import Abstract
 from torchmali.controllers import AdaptiveControllerState, ControllerState, SolveStart, StepController
 from torchmali.errors import InvalidOptionError, NonFiniteError
 from torchmali.jumps import Jumps
@@ -93,7 +94,7 @@ class Measured(NamedTuple):
         return [x for x in self if x is not None]
 
 
-class Loop(ABC):
+class Loop(Abstract):
     """One solve in progress. `advance` makes one attempt."""
 
     state: State

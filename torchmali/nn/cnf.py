@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from torchmali.abstract import Abstract
 from torchmali.code import Code, solve_back
 from torchmali.controllers import AdaptiveStep, StepController
 from torchmali.errors import InvalidFieldError, InvalidOptionError, InvalidStateError
@@ -33,7 +34,7 @@ def gaussian(x: Tensor) -> Tensor:
     return torch.randn_like(x)
 
 
-class Trace(ABC):
+class Trace(Abstract):
     """Base of computations of tr(df/dx), the rate at which the flow expands."""
 
     @abstractmethod

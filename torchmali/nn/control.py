@@ -5,13 +5,14 @@ The coefficients have the layout of torchcde: each library can use those of the 
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from torchmali.abstract import Abstract
 from torchmali.errors import InvalidOptionError, InvalidStateError, InvalidTimesError, warn
 
 # Distance in knots beyond which _solve_dominant leaves out the coupling of rows.
@@ -207,7 +208,7 @@ def _knots(like: Tensor, n: int, knots: Tensor | None) -> Tensor:
     return knots.to(like.device).contiguous()
 
 
-class Control(ABC):
+class Control(Abstract):
     """A path X(t) made of pieces between knots. Beyond the ends the outer pieces are extended.
 
     A t on a knot belongs to the piece on its left. coeffs: made by one of the functions above, or by torchcde. knots:

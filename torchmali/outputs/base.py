@@ -5,7 +5,7 @@ A new kind of output is a subclass of `Outputs`. `solve(..., outputs=...)` takes
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from torchmali.abstract import Abstract
 from torchmali.field.evaluate import Field
 from torchmali.jumps import Jumps
 from torchmali.solvers.base import Attempt, InterpolatingSolver, Slope, Solver
@@ -73,7 +74,7 @@ class InnerPulled(NamedTuple):
     t: Sequence[Tensor] | None = None  # dL/dt, for the times that `record` was given
 
 
-class Outputs(ABC):
+class Outputs(Abstract):
     """What becomes of y(t) at the output times.
 
     A subclass needs `record`, `results`, `pull` and `fresh`. Where steps are taken back (MALI(exact=True) only),

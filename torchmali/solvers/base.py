@@ -6,13 +6,14 @@ Gradients then come from autograd through one step at a time. docs/extending.md 
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from torchmali.abstract import Abstract
 from torchmali.field.evaluate import Field
 from torchmali.solvers.cotangent import Cotangent, followed
 from torchmali.solvers.dense import Interpolant
@@ -44,7 +45,7 @@ class StepBack(NamedTuple):
     compares: bool  # the caller will compare the returned state with `before`
 
 
-class Solver(ABC):
+class Solver(Abstract):
     """A one-step method. An immutable value: two solves never influence each other."""
 
     @property

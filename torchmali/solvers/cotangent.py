@@ -93,6 +93,10 @@ def accumulate(total: list, grads: Any, scale: float = 1.0) -> None:
     """total += scale * grads, with gaps (None) in both. No tensor of grads is kept: it may be shared."""
     if not grads:
         return
+    if len(grads) == 1 and total[0] is not None:  # cheaper than a list of one
+        if grads[0] is not None:
+            total[0].add_(grads[0], alpha=scale)
+        return
     try:
         foreach_add_(total, grads, alpha=scale)
     except TypeError:  # there is a gap

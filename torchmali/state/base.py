@@ -6,16 +6,17 @@ be undone to the last bit.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from typing import Any, NamedTuple, TypeVar
 
+from torchmali.abstract import Abstract
 from torchmali.state.vectors import Tensors
 
 S = TypeVar("S", bound="State")
 R = TypeVar("R", bound="RewindableState")
 
 
-class State(ABC):
+class State(Abstract):
     """The augmented state (z, v) and its moves. A move may work in place: `fork` first, go on with what it returns.
 
     Solvers other than leapfrogs have no v (slope is empty), or use it for something else.

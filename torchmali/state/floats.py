@@ -8,15 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torchmali._torch import (
-    foreach_abs,
-    foreach_abs_,
-    foreach_add_,
-    foreach_div_,
-    foreach_lerp,
-    foreach_lerp_,
-    foreach_sub,
-)
+from torchmali._torch import foreach_lerp, foreach_lerp_
 from torchmali.state.base import Deviation, RewindableState, Snapshot
 from torchmali.state.vectors import Tensors, add_, added, rows
 
@@ -101,14 +93,17 @@ class Floats(RewindableState):
 
         It has sums in place of the larger of two: (a + b) / 2 <= max(a, b) <= a + b.
         """
-        rebuilt, true = [*self.point, *self.slope], [*truth.point, *truth.slope]
-        off, size, n = foreach_sub(rebuilt, true), foreach_abs(true), len(self.point)
-        foreach_abs_(off)
-        for x in (off, size) if self.slope else ():
-            foreach_add_(x[:n], x[n:], alpha=span)
-        foreach_div_(off[:n], size[:n])
-        (most,) = _worst([off[i].amax().reshape(1) for i in leaves])
+        worst = [self._sum_of_off(truth, i, span).amax() for i in leaves]
+        most = worst[0].item() if len(worst) == 1 else max(torch.stack([x.to(worst[0]) for x in worst]).tolist())
         return 2 * most if self.slope else most
+
+    def _sum_of_off(self, truth: Floats, i: int, span: float) -> Tensor:
+        """The relative deviation of each component of leaf i, with sums of what z and v have in place of the larger."""
+        off, size = (self.point[i] - truth.point[i]).abs_(), truth.point[i].abs()
+        if self.slope:
+            off.add_((self.slope[i] - truth.slope[i]).abs_(), alpha=span)
+            size.add_(truth.slope[i].abs(), alpha=span)
+        return off.div_(size)
 
     def _size(self, i: int, span: float) -> Tensor:
         """The scale of each component of leaf i."""

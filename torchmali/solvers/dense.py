@@ -323,6 +323,7 @@ def _interpolant(problem: _Problem) -> Interpolant:
     wanted = [b] if end is None else [b, _unit(0, len(b)), _unit(end, len(b))]
     for j, row in rows.items():
         _meet_ends(row, [target[j] for target in wanted])
+    _round_alike(rows[allowed[0]], rows.values())
     unused = (0.0,) * problem.n_powers
     return Interpolant(order, tuple(tuple(rows.get(j, unused)) for j in range(len(stages))))
 
@@ -379,6 +380,15 @@ def _meet_ends(row: list[float], targets: Sequence[float]) -> None:
     for target, value, cubic in zip(targets, values, HERMITE, strict=False):
         for i, c in enumerate(cubic):
             row[i] += (target - value) * c
+
+
+def _round_alike(row: list[float], rows: Iterable[Sequence[float]]) -> None:
+    """Let `row`, one of these rows, take up the round-off of all, such that the weights b_j(theta) sum to theta.
+
+    Coefficients of Dopri8's table reach 1500. A constant f is then integrated to round-off between grid points, too.
+    """
+    for i, column in enumerate(zip(*rows, strict=True)):
+        row[i] += float(i == 0) - math.fsum(column)
 
 
 # Linear algebra on short lists.

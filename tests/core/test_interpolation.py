@@ -39,6 +39,14 @@ class Net(nn.Module):
         return {"a": u, "b": w * torch.sin(u.sum() + t) - 0.3 * y["b"]}
 
 
+class Kicked(Net):
+    """The same field with a jump."""
+
+    def forward(self, t: Tensor, y: dict[str, Tensor], w: Tensor) -> dict[str, Tensor]:
+        kick = 3.0 * (t > 1.3)
+        return {name: u + kick * torch.cos(y[name]) for name, u in super().forward(t, y, w).items()}
+
+
 def observe(t: Tensor, y: dict[str, Tensor]) -> Tensor:
     return torch.sin(t) * (y["a"] ** 2).sum(1) + y["b"].sum()
 
@@ -46,7 +54,7 @@ def observe(t: Tensor, y: dict[str, Tensor]) -> Tensor:
 def gradients(
     method: tm.GradientMethod, solver: tm.Solver, controller: tm.StepController, times: list[float], **options: Any
 ) -> tuple[list[Tensor], tm.Stats]:
-    net = Net()
+    net = options.pop("field", Net)()
     y0 = {"a": torch.linspace(-1, 1, 15).double().reshape(5, 3), "b": torch.linspace(0.5, 1, 4).double()}
     t, w = torch.tensor(times, dtype=torch.float64), torch.tensor(0.7, dtype=torch.float64)
     inputs = [x.requires_grad_() for x in (*y0.values(), w, *([] if options.pop("fixed_times", False) else [t]))]
@@ -143,16 +151,21 @@ def test_a_segment_that_is_solved_again_has_its_inner_outputs():
     torch.testing.assert_close(results[0][0], results[1][0], rtol=1e-3, atol=0)
 
 
-@pytest.mark.parametrize("solver", [*LEAPFROGS, tm.HeunEuler(), tm.Bosh3(), tm.Dopri5(), tm.Tsit5()], ids=repr)
-def test_outputs_cost_no_evaluation(solver):
-    """Runge-Kutta steps that have outputs evaluate the slope at their end once more in the backward pass."""
+@pytest.mark.parametrize(
+    "options", [{}, {"jumps": [0.7, 1.3]}, {"observe": observe}], ids=["plain", "jumps", "observe"]
+)
+@pytest.mark.parametrize(
+    ("solver", "controller"),
+    [*((x, FREE[0]) for x in [*LEAPFROGS, *RUNGE_KUTTA[:-1]]), (tm.RK4(), FREE[1]), (tm.Dopri5(), FREE[1])],
+    ids=repr,
+)
+def test_outputs_cost_no_evaluation(solver, controller, options):
     counts = []
     method = tm.MALI() if isinstance(solver, tm.ReversibleSolver) else tm.ACA()
     for n in (2, 10, 100, 1000):
         times = torch.linspace(0, 2, n).tolist()
-        _, stats = gradients(method, solver, tm.AdaptiveStep(1e-4, 1e-5), times, fixed_times=True)
-        backward = stats.n_evals_backward if isinstance(solver, tm.Leapfrog) else 0
-        counts.append((stats.n_steps, stats.n_rejected, stats.n_evals_forward, backward))
+        _, stats = gradients(method, solver, controller, times, fixed_times=True, **options)
+        counts.append((stats.n_steps, stats.n_rejected, stats.n_evals_forward, stats.n_evals_backward, stats.n_vjps))
     assert counts == [counts[0]] * 4
 
 
@@ -162,8 +175,32 @@ def test_outputs_of_dopri8_cost_four_evaluations_per_step_that_has_any():
         for n in (2, 300)
     )
     assert few.n_steps == many.n_steps
-    extra = many.n_evals_forward - few.n_evals_forward
-    assert 0 < extra <= 4 * many.n_steps
+    for kind in ("n_evals_forward", "n_evals_backward", "n_vjps"):
+        assert 0 < getattr(many, kind) - getattr(few, kind) <= 4 * many.n_steps
+
+
+@pytest.mark.parametrize("times", [MIXED, [2.0 - t for t in MIXED]], ids=["forward", "backward"])
+@pytest.mark.parametrize("controller", FREE, ids=repr)
+@pytest.mark.parametrize("solver", [tm.ALF(order=4), *RUNGE_KUTTA], ids=repr)
+def test_no_slope_is_handed_over_a_jump(solver, controller, times):
+    """At jumps the slopes of two steps that meet differ; one jump is an output time."""
+    how: Any = {"field": Kicked, "jumps": [0.35, 1.3]}
+    truth, _ = gradients(tm.Naive(), solver, controller, times, **how)
+    assert worst(gradients(tm.ACA(), solver, controller, times, **how)[0], truth) < 1e-12
+
+
+@pytest.mark.parametrize("solver", [tm.ALF(order=4), *RUNGE_KUTTA], ids=repr)
+def test_outputs_before_an_event_have_the_gradient_of_autograd(solver):
+    """The solve ends inside a step, which has outputs and no step after it."""
+    results = []
+    for method in (tm.ACA(), tm.Naive()):
+        y = torch.tensor([1.0, 0.0], dtype=torch.float64).requires_grad_()
+        how: Any = {"controller": tm.FixedStep(0.3, land=False), "gradient": method, "event": lambda t, y: y[0]}
+        times = torch.linspace(0, 10, 60).tolist()
+        solution = tm.solve(lambda t, y: torch.stack([y[1], -torch.sin(y[0])]), y, times, solver=solver, **how)
+        assert solution.event_t is not None
+        results.append(torch.autograd.grad(torch.sin(solution.y).sum() + solution.event_t, y))
+    assert worst(*results) < 1e-12
 
 
 ACCURACY = {tm.ALF(): 3.5, tm.ALF(order=4): 3.5, tm.ALF(order=6): 10.0, tm.Dopri8(): 10.0, tm.HeunEuler(): 3.5}

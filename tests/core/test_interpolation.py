@@ -207,25 +207,23 @@ ACCURACY = {tm.ALF(): 3.5, tm.ALF(order=4): 3.5, tm.ALF(order=6): 10.0, tm.Dopri
 
 
 @pytest.mark.parametrize("ode", NOT_CHAOTIC, ids=lambda ode: ode.name)
-@pytest.mark.parametrize(
-    ("solver", "rtol"),
-    # Order 2 would take thousands of steps at the tighter ones.
-    [(solver, rtol) for solver in ACCURACY for rtol in (1e-3, 1e-4, 1e-5, 1e-6)[: 2 if solver.order == 2 else 4]],
-    ids=repr,
-)
+@pytest.mark.parametrize("rtol", [1e-3, 1e-4, 1e-5, 1e-6])
+@pytest.mark.parametrize("solver", ACCURACY, ids=repr)
 def test_outputs_between_grid_points_are_as_accurate_as_those_at_them(solver, ode, rtol):
     grid = Grid()
-    how: Any = {"solver": solver, "controller": tm.AdaptiveStep(rtol, rtol / 10), "gradient": tm.ACA()}
+    controller = tm.AdaptiveStep(rtol, rtol / 10, max_steps=100_000)
+    how: Any = {"solver": solver, "controller": controller, "gradient": tm.ACA()}
     times = torch.linspace(ode.span[0], ode.span[1], 101).double().tolist()
     between = tm.solve(ode.f, ode.y0, times, **how).y
     at = tm.solve(ode.f, ode.y0, times[:: len(times) - 1], outputs=grid, **how)
+    assert at.stats.n_steps == len(Grid.last)
+    some = slice(None, None, max(1, len(Grid.last) // 100))  # of thousands: the largest error of some is not larger
     reference: Any = {"solver": tm.Dopri8(), "controller": tm.AdaptiveStep(1e-12, 1e-13, land=True)}
     truth = tm.solve(ode.f, ode.y0, times, gradient=tm.ACA(), **reference).y
-    ends = torch.tensor([ode.span[0], *Grid.last], dtype=torch.float64)
+    ends = torch.tensor([ode.span[0], *Grid.last[some]], dtype=torch.float64)
     on_grid = tm.solve(ode.f, ode.y0, ends, gradient=tm.ACA(), **reference).y[1:]
     error = (between - truth).abs().max()
-    error_at = (torch.stack(Grid.states) - on_grid).abs().max()
-    assert at.stats.n_steps == len(Grid.last)
+    error_at = (torch.stack(Grid.states[some]) - on_grid).abs().max()
     assert error <= ACCURACY[solver] * error_at
 
 

@@ -96,7 +96,7 @@ class InterpolatingSolver(Solver):
     @property
     @abstractmethod
     def interpolant(self) -> Interpolant:
-        """The weights of the stages inside a step. Its `order` is that of the extension."""
+        """The weights of the stages inside a step. Its `order`: errors between grid points are O(h^(order + 1))."""
 
     def interpolant_of(self, closes: bool) -> Interpolant:
         """The interpolant of a step. closes: no step begins with f(t1, z1) after it. Here: it makes no difference."""

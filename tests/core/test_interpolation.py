@@ -99,16 +99,17 @@ def test_gradients_of_inner_outputs_are_those_of_autograd(solver, controller, ob
             assert worst(found, truth) < limit, method
 
 
+@pytest.mark.parametrize("times", [MIXED, [2.0 - t for t in MIXED]], ids=["forward", "backward"])
 @pytest.mark.parametrize("order", [2, 4, 6])
 @pytest.mark.parametrize("controller", FREE, ids=repr)
 @pytest.mark.parametrize("observer", [None, observe], ids=["stored", "observed"])
-def test_exact_mode_has_the_gradient_of_the_stored_trajectory(order, controller, observer):
+def test_exact_mode_has_the_gradient_of_the_stored_trajectory(order, controller, observer, times):
     solver = tm.ALF(order=order)
-    found, _ = gradients(tm.MALI(exact=True), solver, controller, MIXED, observe=observer)
-    stored, _ = gradients(tm.MALI(exact=True, checkpoint_every=1), solver, controller, MIXED, observe=observer)
+    found, _ = gradients(tm.MALI(exact=True), solver, controller, times, observe=observer)
+    stored, _ = gradients(tm.MALI(exact=True, checkpoint_every=1), solver, controller, times, observe=observer)
     assert all(map(torch.equal, found, stored))
     # Against floats: the resolution of the grid, which the steps amplify.
-    truth, _ = gradients(tm.Naive(), solver, controller, MIXED, observe=observer)
+    truth, _ = gradients(tm.Naive(), solver, controller, times, observe=observer)
     assert worst(found, truth) < 1e-9
 
 

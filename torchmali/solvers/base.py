@@ -191,7 +191,8 @@ def pull_local_step(solver: Solver, f: Field, step: StepBack, before: State, sta
         total.zero_() if new is None else total.copy_(new)
     a.add_to_theta(g["theta"])
     if f.wants_t:
-        a.add_to_times(*(0.0 if x is None else x for x in g["t"]))
+        dt0, dt1 = (0.0 if x is None else x for x in g["t"])
+        a.add_to_times(dt0, dt1)
     if inner is not None:
         add_inner(a, inner)
     if first is not None:
@@ -203,7 +204,7 @@ def pull_local_step(solver: Solver, f: Field, step: StepBack, before: State, sta
 
 
 def _pull_inside(
-    solver: Solver, f: Field, step: StepBack, times: Sequence[Time], local: State, attempt: Attempt, a: Cotangent
+    solver: Solver, f: Field, step: StepBack, times: tuple[Time, Time], local: State, attempt: Attempt, a: Cotangent
 ) -> tuple[InnerCotangents | None, Sequence[Tensors]]:
     """Cotangents of what lies inside a step that was made once more, and the stages to which they belong."""
     if step.inside is None:
@@ -211,7 +212,7 @@ def _pull_inside(
     assert isinstance(solver, InterpolatingSolver)
     if a.end_slope is not None:
         attempt = attempt._replace(stages=[*attempt.stages, a.end_slope.recorded.u])
-    stages, _ = solver.inner_stages(f, *times, local, attempt, step.closes)
+    stages, _ = solver.inner_stages(f, times[0], times[1], local, attempt, step.closes)
     point, *values = (tuple([x.detach() for x in leaves]) for leaves in (local.point, *stages))
     table = solver.interpolant_of(step.closes)
     return pull_inner(table, point, step.t0, step.t1, values, step.inside, f.wants_t), stages

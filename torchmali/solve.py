@@ -193,7 +193,8 @@ def solve(
             )
     wants_t = t_moving.requires_grad or has_tangent(t_moving)
     if dense and isinstance(solver, InterpolatingSolver):
-        outputs = DenseOutputs(len(times), len(z0), solver.interpolant, wants_t)
+        interpolants = solver.interpolant_of(closes=False), solver.interpolant_of(closes=True)
+        outputs = DenseOutputs(len(times), len(z0), interpolants, wants_t)
     functions = None if event is None else EventFunctions(events_of(event), field.scalar, structure, args)
     outputs = _outputs_of(outputs, observer, samples, functions, len(times))
     problem = Problem(field, z0, times, t_moving if wants_t else None, solver, controller, outputs, return_code)

@@ -36,6 +36,7 @@ class Step(NamedTuple):
     k0: int | None
     k1: int | None
     before: int | None  # position in `kept` of the state at t0: ACA keeps all, MALI none or every K-th
+    closes: bool = False  # no step begins with f(t1, z1) after it: it is the last one, or ends on a jump of f
 
 
 class Refresh(NamedTuple):
@@ -91,13 +92,13 @@ class Tape:
     n_steps: int = 0
     checkpoints: list[int] = field(default_factory=list)  # positions in `events` of steps whose state is kept
 
-    def step(self, t0: Any, t1: Any, k0: int | None, k1: int | None, before: State) -> None:
+    def step(self, t0: Any, t1: Any, k0: int | None, k1: int | None, before: State, closes: bool) -> None:
         kept = None
         if self.keep_every is not None and self.n_steps % self.keep_every == 0:
             assert isinstance(before, RewindableState)
             kept = self.keep(before.snapshot())
             self.checkpoints.append(len(self.events))
-        self.events.append(Step(t0, t1, k0, k1, kept))
+        self.events.append(Step(t0, t1, k0, k1, kept, closes))
         self.n_steps += 1
         if self.at_most is not None and len(self.checkpoints) > self.at_most:
             self._thin_out()

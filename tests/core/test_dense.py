@@ -172,6 +172,15 @@ def test_the_order_between_grid_points_is_that_of_the_list_minus_one_where_the_s
     assert (HEUN_EULER.order, DOPRI8.order) == (2, 6)
 
 
+@pytest.mark.parametrize(
+    ("solver", "order"), [(tm.Bosh3(), 2), (tm.Dopri5(), 4), (tm.Tsit5(), 4), (tm.RK4(), 3)], ids=repr
+)
+def test_the_last_step_has_an_interpolant_without_the_slope_at_its_end(solver, order):
+    it, (a, b) = solver.interpolant_of(closes=True), tableau(solver)
+    assert len(it.rows) == len(b) < len(solver.interpolant_of(closes=False).rows)
+    assert it.order == order == Stages([(), *a]).order_inside(it.rows)
+
+
 @pytest.mark.parametrize("name", LISTS)
 def test_the_slope_at_the_start_has_no_weight_where_the_order_does_without(name):
     used = leapfrog_interpolant(LISTS[name]).used

@@ -31,7 +31,7 @@ from torchmali.gradients.base import (
     through_function,
 )
 from torchmali.outputs.base import Outputs
-from torchmali.solvers.base import AugmentedSolver, Solver, StepBack
+from torchmali.solvers.base import AugmentedSolver, InterpolatingSolver, Solver, StepBack
 from torchmali.solvers.cotangent import Cotangent, accumulate
 from torchmali.solvers.interpolation import InnerOutputs
 from torchmali.state.base import Deviation, RewindableState, Snapshot, State
@@ -222,8 +222,23 @@ class BackwardPass:
         end = len(events)
         for i, head in reversed(heads):
             segment, end = events[i + (not isinstance(head, Step)) : end], i
-            state, a = self._pull_segment(head, segment, kept, state, a)
+            state, a = self._pull_segment(head, segment, kept, state, a, self._hands_over(events, i))
         return (self.pull_back(events[:end], kept, state, a) if end else state), a
+
+    def _hands_over(self, events: Sequence[Event], i: int) -> bool:
+        """Whether the i-th event is a step that begins with a slope which outputs inside the step before depend on.
+
+        Not where a segment may be pulled back twice.
+        """
+        solver, has_outputs = self.solver, False
+        if self.reruns or not (isinstance(solver, InterpolatingSolver) and solver.shares_end_slope):
+            return False
+        for j in range(i - 1, -1, -1):
+            event = events[j]
+            if isinstance(event, Step):
+                return has_outputs and not event.closes
+            has_outputs = has_outputs or isinstance(event, (InnerOutput, StageOutput))
+        return False
 
     def _pull_segment(
         self,
@@ -232,12 +247,16 @@ class BackwardPass:
         kept: Sequence[Snapshot],
         state: RewindableState,
         a: Cotangent,
+        hands_over: bool,
     ) -> tuple[RewindableState, Cotangent]:
-        """Pull `a` back over one segment, and over the event at its head; solve the segment again if it drifted."""
+        """Pull `a` back over one segment, and over the event at its head; solve the segment again if it drifted.
+
+        hands_over: see StepBack, for the first step of the segment.
+        """
         after = state.fork()
         aside = a.set_aside() if self.reruns and not a.is_new else None
         compares = self.compares or a.is_new  # over kept states once, or another f would not be noticed
-        state = self.pull_back(segment, kept, state, a, compares)
+        state = self.pull_back(segment, kept, state, a, compares, hands_over)
         a.begun()
         if isinstance(head, Start):
             truth = state.started_at(self.z0)
@@ -272,10 +291,11 @@ class BackwardPass:
         state: RewindableState,
         a: Cotangent,
         compares: bool = False,
+        hands_over: bool = False,
     ) -> RewindableState:
         """Pull `a` back over events without refreshes; return the state before them.
 
-        compares: the caller compares that state with the kept one.
+        compares: the caller compares that state with the kept one. hands_over: see StepBack, for a kept step.
         """
         f, solver, cotangents = self.f, self.solver, self.cotangents
         inside: list[InnerOutputs] = []
@@ -287,7 +307,8 @@ class BackwardPass:
                 before = state.rebuilt_with(kept[step.before])
             inner = inside.pop() if inside else None
             f.enter(step.t0, step.t1)
-            back = solver.pullback(f, StepBack(step.t0, step.t1, before, inner, compares), state, a)
+            gives = hands_over and before is not None
+            back = solver.pullback(f, StepBack(step.t0, step.t1, before, inner, compares, step.closes, gives), state, a)
             if f.wants_t:
                 a.finish_step(step.k0, step.k1, 0 if inner is None else inner.first)
             return back
@@ -394,7 +415,7 @@ class BackwardPass:
         with torch.no_grad():
             for event in segment:
                 if isinstance(event, Step):
-                    tape.step(*event[:4], now)
+                    tape.step(*event[:4], now, event.closes)
                     self.f.enter(event.t0, event.t1)
                     now = self.solver.step(self.f, event.t0, event.t1, now, None, adaptive=False).state
                 else:

@@ -211,17 +211,21 @@ class Loop(Abstract):
         """Go on from the end of an accepted attempt."""
         t, before = self.t, self.state
         k0, k1 = self.outputs.ends(t, t1)
-        self.tape.step(t, t1, k0, k1, before)
+        self.tape.step(t, t1, k0, k1, before, self._closes(t1))
         if self.job.locate:
             _raise_if_non_finite(attempt.state, at(t, t1))
         self.state, self.carry, self.t = attempt.state, attempt.carry, t1
         self.refresher.after_step(residuals)
 
+    def _closes(self, t1: Time) -> bool:
+        """Whether no step begins with the slope at the end of a step to t1 (see tape.Step)."""
+        return t1 is self.job.times[-1] or (self.jumps is not None and self.jumps.is_at(t1))
+
     def hand_out(self, t: Time, before: State, attempt: Attempt) -> None:
         """Outputs inside the last step, which began at t, and at its end."""
         if self.outputs.passes_over(self.t):
             return
-        step = AcceptedStep(self.f, self.solver, t, self.t, before, attempt, self.state)
+        step = AcceptedStep(self.f, self.solver, t, self.t, before, attempt, self.state, self._closes(self.t))
         found = self.outputs.accept(step)
         if self.outputs.event_at is not None:
             self.tape.insert_time(self.outputs.event_at)

@@ -18,6 +18,7 @@ from torchmali.field.evaluate import Field
 from torchmali.jumps import Jumps
 from torchmali.solvers.base import Attempt, InterpolatingSolver, Slope, Solver
 from torchmali.solvers.cotangent import accumulate
+from torchmali.solvers.dense import Interpolant
 from torchmali.solvers.interpolation import RecordedStages, chunks, interpolated, slope_inside
 from torchmali.state.base import State
 from torchmali.state.vectors import Tensors, Time
@@ -26,12 +27,22 @@ from torchmali.tree import Structure
 
 
 class AcceptedStep:
-    """A step that was accepted, from `before` at t0 to `end` at t1."""
+    """A step that was accepted, from `before` at t0 to `end` at t1. closes: see tape.Step."""
 
-    __slots__ = ("_stages", "attempt", "before", "carry", "end", "f", "solver", "t0", "t1")
+    __slots__ = ("_stages", "attempt", "before", "carry", "closes", "end", "f", "solver", "t0", "t1")
 
-    def __init__(self, f: Slope, solver: Solver, t0: Time, t1: Time, before: State, attempt: Attempt, end: State):
-        self.f, self.solver, self.t0, self.t1 = f, solver, t0, t1
+    def __init__(
+        self,
+        f: Slope,
+        solver: Solver,
+        t0: Time,
+        t1: Time,
+        before: State,
+        attempt: Attempt,
+        end: State,
+        closes: bool = False,
+    ):
+        self.f, self.solver, self.t0, self.t1, self.closes = f, solver, t0, t1, closes
         self.before, self.attempt, self.end = before, attempt, end
         self.carry = attempt.carry  # f(t1, z1), if it is known
         self._stages: Sequence[Tensors] = ()
@@ -41,21 +52,25 @@ class AcceptedStep:
 
         samples: for each time the one sample of the batch that is wanted.
         """
-        assert isinstance(self.solver, InterpolatingSolver)
         point, stages = self.before.point, self.stages()
-        return interpolated(self.solver.interpolant, point, self.t0, self.t1, times, stages, samples)
+        return interpolated(self._interpolant, point, self.t0, self.t1, times, stages, samples)
 
     def stages(self) -> Sequence[Tensors]:
         """The slopes to which the solver's interpolant gives weights; those that the step lacks are evaluated once."""
         assert isinstance(self.solver, InterpolatingSolver)
         if not self._stages:
-            self._stages, self.carry = self.solver.inner_stages(self.f, self.t0, self.t1, self.before, self.attempt)
+            how = self.f, self.t0, self.t1, self.before, self.attempt, self.closes
+            self._stages, self.carry = self.solver.inner_stages(*how)
         return self._stages
 
     def slope_at(self, t: float) -> Tensors:
         """dz/dt at a time inside the step, along the solver's interpolant."""
+        return slope_inside(self._interpolant, self.t0, self.t1, t, self.stages())
+
+    @property
+    def _interpolant(self) -> Interpolant:
         assert isinstance(self.solver, InterpolatingSolver)
-        return slope_inside(self.solver.interpolant, self.t0, self.t1, t, self.stages())
+        return self.solver.interpolant_of(self.closes)
 
 
 class Pulled(NamedTuple):

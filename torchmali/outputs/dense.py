@@ -25,17 +25,19 @@ from torchmali.tree import Structure
 
 
 class DenseOutputs(StoredOutputs):
-    """y at n times and, of every step, z at its start and the stages with a weight in the interpolant.
+    """y at n times and, of every step, z at its start and the stages with a weight in an interpolant.
 
     The results are y, z and each of these stages, leaf by leaf, the latter two of shape (steps, ...). If wants_t, the
-    times of the grid follow: they move with the output times (tape.Step).
+    times of the grid follow: they move with the output times (tape.Step). interpolants: the solver's, and the one of
+    steps that close (tape.Step).
     """
 
-    def __init__(self, n: int, n_leaves: int, interpolant: Interpolant, wants_t: bool):
+    def __init__(self, n: int, n_leaves: int, interpolants: tuple[Interpolant, Interpolant], wants_t: bool):
         super().__init__(n)
-        self.n_leaves, self.interpolant, self.wants_t = n_leaves, interpolant, wants_t
-        self.used = interpolant.used
+        self.n_leaves, self.interpolants, self.wants_t = n_leaves, interpolants, wants_t
+        self.used = sorted({j for interpolant in interpolants for j in interpolant.used})
         self.grid: list[Time] = []  # the start of the first step, and the ends of all
+        self.closes: list[bool] = []  # of each step
         self.steps: list[list[Tensor]] = [[] for _ in range(n_leaves * (1 + len(self.used)))]
 
     def begin(self, times: Sequence[Time], stops: bool, is_traced: bool, jumps: Jumps | None = None) -> None:
@@ -49,18 +51,21 @@ class DenseOutputs(StoredOutputs):
         return True
 
     def accept(self, step: AcceptedStep) -> list[Output | InnerOutput | StageOutput]:
-        found, stages = super().accept(step), step.stages()
-        leaves = [*step.before.point, *(leaf for j in self.used for leaf in stages[j])]
+        found, z = super().accept(step), step.before.point
+        stages = dict(enumerate(step.stages()))
+        without = tuple([torch.zeros_like(leaf) for leaf in z]) if len(stages) <= self.used[-1] else ()
+        leaves = [*z, *(leaf for j in self.used for leaf in stages.get(j, without))]
         for kept, leaf in zip(self.steps, leaves, strict=True):
             kept.append(leaf)
         self.grid.append(step.t1)
+        self.closes.append(step.closes)
         return [*found, StageOutput(len(self.grid) - 2)]
 
     def contents(self) -> Any:
         return len(self.grid)
 
     def restore_contents(self, contents: Any) -> None:
-        del self.grid[contents:]
+        del self.grid[contents:], self.closes[contents - 1 :]
         for kept in self.steps:
             del kept[contents - 1 :]
 
@@ -89,7 +94,8 @@ class DenseOutputs(StoredOutputs):
         n, m = self.n_leaves, len(self.used)
         _, z, *stages = (results[i * n : (i + 1) * n] for i in range(2 + m))
         grid = results[-1] if self._moves else self._times()
-        return Trajectory(self.interpolant, structure, grid, z, stages, _eps(t))
+        rows = tuple([_rows_of(interpolant, self.used) for interpolant in self.interpolants])
+        return Trajectory(rows, torch.tensor(self.closes), structure, grid, z, stages, _eps(t))
 
     def pull(self, k: int, t: Time, z: Tensors, grads: Sequence[Tensor | None]) -> Pulled:
         return super().pull(k, t, z, grads[: self.n_leaves])
@@ -103,7 +109,8 @@ class DenseOutputs(StoredOutputs):
         of_steps = grads[n : (2 + m) * n]
         if of_grid is None and all(g is None for g in of_steps):
             return None
-        z, *stages = ([None if g is None else g[i] for g in of_steps[j * n : (j + 1) * n]] for j in range(1 + m))
+        z, *leaves = ([None if g is None else g[i] for g in of_steps[j * n : (j + 1) * n]] for j in range(1 + m))
+        stages = dict(zip(self.used, leaves, strict=True))
         if of_grid is None:
             return RecordedStages(z, stages)
         # The end of a step is the start of the next one: each time counts once.
@@ -111,18 +118,26 @@ class DenseOutputs(StoredOutputs):
         return RecordedStages(z, stages, of_grid[i].item(), of_grid[i + 1].item() if is_last else 0.0)
 
     def fresh(self) -> Outputs:
-        return DenseOutputs(self.n, self.n_leaves, self.interpolant, self.wants_t)
+        return DenseOutputs(self.n, self.n_leaves, self.interpolants, self.wants_t)
+
+
+def _rows_of(interpolant: Interpolant, stages: Sequence[int]) -> Sequence[Sequence[float]]:
+    """The weights of these stages as polynomials, zero for those that the interpolant does not have."""
+    unused = (0.0,) * len(interpolant.rows[0])
+    return [interpolant.rows[j] if j < len(interpolant.rows) else unused for j in stages]
 
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Trajectory:
     """The solution as a function of time: the interpolants of all steps.
 
-    z, and each of the stages with a weight: leaves of shape (steps, ...). grid: the steps + 1 times between which the
-    steps are, on the host. eps: times that lie outside by as much as their rounding are inside.
+    rows: for each stage the polynomial of its weight, in most steps and in those that close (`closes`). z, and each of
+    the stages: leaves of shape (steps, ...). grid: the steps + 1 times between which the steps are, on the host. eps:
+    times that lie outside by as much as their rounding are inside.
     """
 
-    interpolant: Interpolant
+    rows: tuple[Sequence[Sequence[float]], ...]
+    closes: Tensor
     structure: Structure
     grid: Tensor
     z: Tensors
@@ -136,8 +151,11 @@ class Trajectory:
         self._check_inside(times.detach(), max(eps, self.eps))
         steps = self._steps_of(times.detach())
         t0, t1 = self.grid[steps], self.grid[steps + 1]
-        theta, rows = (times - t0) / (t1 - t0), [self.interpolant.rows[j] for j in self.interpolant.used]
-        w = weights_of_slopes(rows, theta) if derivative else (t1 - t0) * weights(rows, theta)
+        theta = (times - t0) / (t1 - t0)
+        most, closing = (
+            weights_of_slopes(x, theta) if derivative else (t1 - t0) * weights(x, theta) for x in self.rows
+        )
+        w = torch.where(self.closes[steps], closing, most)
         leaves = [self._leaf(i, steps, w, derivative) for i in range(len(self.z))]
         return self.structure.rebuild([leaf.reshape(t.shape + leaf.shape[1:]) for leaf in leaves])
 

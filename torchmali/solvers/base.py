@@ -7,7 +7,8 @@ Gradients then come from autograd through one step at a time. docs/extending.md 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from torchmali.abstract import Abstract
 from torchmali.field.evaluate import Field
-from torchmali.solvers.cotangent import Cotangent, followed
+from torchmali.solvers.cotangent import Cotangent, accumulate, followed
 from torchmali.solvers.dense import Interpolant
 from torchmali.solvers.interpolation import InnerCotangents, InnerOutputs, interpolated, pull_inner
 from torchmali.state.base import State
@@ -43,6 +44,8 @@ class StepBack(NamedTuple):
     before: State | None  # the state at t0, if the tape kept it
     inside: InnerOutputs | None  # outputs that were read from the interpolant of the step
     compares: bool  # the caller will compare the returned state with `before`
+    closes: bool = False  # see tape.Step
+    hands_over: bool = False  # f(t0, z0) is left to the step before, for whose outputs it is the slope at the end
 
 
 class Solver(Abstract):
@@ -94,7 +97,20 @@ class InterpolatingSolver(Solver):
     @property
     @abstractmethod
     def interpolant(self) -> Interpolant:
-        """The weights of the stages inside a step. Its `order` is that of the extension."""
+        """The weights of the stages inside a step. Its `order`: errors between grid points are O(h^(order + 1))."""
+
+    def interpolant_of(self, closes: bool) -> Interpolant:
+        """The interpolant of a step. closes: no step begins with f(t1, z1) after it. Here: it makes no difference."""
+        return self.interpolant
+
+    @property
+    def shares_end_slope(self) -> bool:
+        """Whether the last stage of the interpolant is f(t1, z1), and the other stages do not depend on it.
+
+        The next step begins with it. So it costs no evaluation in the backward pass either, which takes its cotangent
+        to the first stage of that step.
+        """
+        return False
 
     def step_with_stages(
         self, f: Slope, t0: Time, t1: Time, state: State, carry: Tensors | None, adaptive: bool
@@ -103,9 +119,9 @@ class InterpolatingSolver(Solver):
         return self.step(f, t0, t1, state, carry, adaptive)
 
     def inner_stages(
-        self, f: Slope, t0: Time, t1: Time, state: State, attempt: Attempt
+        self, f: Slope, t0: Time, t1: Time, state: State, attempt: Attempt, closes: bool = False
     ) -> tuple[Sequence[Tensors], Tensors | None]:
-        """The slopes to which the interpolant gives weights, and the carry for the next step."""
+        """The slopes to which `interpolant_of(closes)` gives weights, and the carry for the next step."""
         return attempt.stages, attempt.carry
 
     def interpolate(
@@ -152,38 +168,68 @@ class AugmentedSolver(ReversibleSolver):
 def pull_local_step(solver: Solver, f: Field, step: StepBack, before: State, state: State, a: Cotangent) -> State:
     """`Solver.pullback` by autograd: the step is made once more from `before`, with a graph."""
     z, v = (tuple(x.detach().requires_grad_() for x in leaves) for leaves in (before.point, before.slope))
+    first = f.record(step.t0, before.point) if step.hands_over else None
+    carry = None if first is None else tuple([u.detach().requires_grad_() for u in first.u])
     t0, t1 = followed((step.t0, step.t1), z) if f.wants_t else (step.t0, step.t1)
-    n_evals, local, inner = f.n_evals, Traced(z, v), None
-    if step.inside is None:
-        attempt = solver.step(f, t0, t1, local, None, adaptive=False)
-    else:
+    n_evals, local = f.n_evals, Traced(z, v)
+    take_step = solver.step
+    if step.inside is not None:
         assert isinstance(solver, InterpolatingSolver)
-        attempt = solver.step_with_stages(f, t0, t1, local, None, adaptive=False)
+        take_step = solver.step_with_stages
+    attempt = take_step(f, t0, t1, local, carry, adaptive=False)
     results: list[Tensor] = [*attempt.state.point, *attempt.state.slope]
+    inner, stages = _pull_inside(solver, f, step, (t0, t1), local, attempt, a)
+    _pull_end_slope(a, inner)
     grads: list[Tensor | None] = [*a.z, *a.v]
-    if step.inside is not None and isinstance(solver, InterpolatingSolver):
-        stages, _ = solver.inner_stages(f, t0, t1, local, attempt)
-        point, *values = (tuple([x.detach() for x in leaves]) for leaves in (z, *stages))
-        inner = pull_inner(solver.interpolant, point, step.t0, step.t1, values, step.inside, f.wants_t)
-        for stage, of_stage in zip(stages, inner.stages, strict=True):
-            results += stage if of_stage is not None else ()
-            grads += of_stage or ()
-    moving: list = [t0, t1] if f.wants_t else []
-    g: list = f.vjp(results, [*z, *v, *f.theta, *moving], grads, f.n_evals - n_evals)
-    n, m = len(z) + len(v), len(z) + len(v) + len(f.theta)
+    for stage, of_stage in zip(stages, inner.stages if inner else (), strict=True):
+        results += stage if of_stage is not None else ()
+        grads += of_stage or ()
+    inputs = {"z": z, "v": v, "theta": f.theta, "first": carry or (), "t": [t0, t1] if f.wants_t else []}
+    found: Iterator = iter(f.vjp(results, [x for part in inputs.values() for x in part], grads, f.n_evals - n_evals))
+    g = {name: list(islice(found, len(part))) for name, part in inputs.items()}
     # A gradient may be the very tensor of `a` (if f does not depend on z), so that `a` must not be cleared before.
-    for total, new in zip([*a.z, *a.v], g, strict=False):
+    for total, new in zip([*a.z, *a.v], g["z"] + g["v"], strict=True):
         total.zero_() if new is None else total.copy_(new)
-    a.add_to_theta(g[n:m])
+    a.add_to_theta(g["theta"])
     if f.wants_t:
-        dt0, dt1 = (0.0 if x is None else x for x in g[m:])
+        dt0, dt1 = (0.0 if x is None else x for x in g["t"])
         a.add_to_times(dt0, dt1)
     if inner is not None:
         add_inner(a, inner)
+    if first is not None:
+        a.hand_over(first, g["first"])
     if not step.compares:
         return before
     end = attempt.state.of(tuple(x.detach() for x in attempt.state.point))
     return shifted_start(before, state, end.with_slope(tuple(x.detach() for x in attempt.state.slope)))
+
+
+def _pull_inside(
+    solver: Solver, f: Field, step: StepBack, times: tuple[Time, Time], local: State, attempt: Attempt, a: Cotangent
+) -> tuple[InnerCotangents | None, Sequence[Tensors]]:
+    """Cotangents of what lies inside a step that was made once more, and the stages to which they belong."""
+    if step.inside is None:
+        return None, ()
+    assert isinstance(solver, InterpolatingSolver)
+    if a.end_slope is not None:
+        attempt = attempt._replace(stages=[*attempt.stages, a.end_slope.recorded.u])
+    stages, _ = solver.inner_stages(f, times[0], times[1], local, attempt, step.closes)
+    point, *values = (tuple([x.detach() for x in leaves]) for leaves in (local.point, *stages))
+    table = solver.interpolant_of(step.closes)
+    return pull_inner(table, point, step.t0, step.t1, values, step.inside, f.wants_t), stages
+
+
+def _pull_end_slope(a: Cotangent, inner: InnerCotangents | None) -> None:
+    """Pull back f at the end of a step, which the step after it has left: with the share of the outputs inside."""
+    if a.end_slope is None:
+        return
+    recorded, of_slope = a.end_slope
+    if inner is not None:
+        accumulate(of_slope, inner.stages[-1])
+    g, g_t = recorded.pull(of_slope)
+    accumulate(a.sums, g)
+    a.add_to_times(0.0, 0.0 if g_t is None else g_t)
+    a.took_over()
 
 
 def add_inner(a: Cotangent, inner: InnerCotangents) -> None:

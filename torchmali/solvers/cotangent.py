@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from torchmali._torch import foreach_add_
+from torchmali.field.evaluate import Recorded
 from torchmali.state.base import State
 from torchmali.state.vectors import Tensors, Time
+
+
+class EndSlope(NamedTuple):
+    """f(t, z), evaluated as the first stage of the step that begins there, and its cotangent.
+
+    It is pulled back with the step that ends there, whose outputs have a share in it.
+    """
+
+    recorded: Recorded
+    cotangent: list
 
 
 class Cotangent:
@@ -32,6 +43,7 @@ class Cotangent:
         self.z, self.v = list(z), list(v)
         self.sums: list = [*self.z, *theta]
         self.observer, self.times, self.is_new = list(observer), list(times), is_new
+        self.end_slope: EndSlope | None = None
         # Of the step that is being pulled back: dL/dt0, dL/dt1, and dL/dt of the outputs inside it.
         self._t0: Time = 0.0
         self._t1: Time = 0.0
@@ -70,6 +82,15 @@ class Cotangent:
         """Add to dL/dt of an output time; k=None: of a time that does not move."""
         if k is not None and dt is not None:
             self.times[k] = self.times[k] + dt
+
+    def hand_over(self, recorded: Recorded, grads: Sequence[Tensor | None]) -> None:
+        """Leave the first stage of a step to the step before; grads: dL/du, None where it is zero."""
+        grads = [torch.zeros_like(u) if g is None else g.clone() for u, g in zip(recorded.u, grads, strict=True)]
+        self.end_slope = EndSlope(recorded, grads)
+
+    def took_over(self) -> None:
+        """What was handed over has been pulled back."""
+        self.end_slope = None
 
     def begun(self) -> None:
         """Something has been pulled back."""

@@ -27,12 +27,13 @@ HIGHEST_ORDER = 8  # beyond it the order of a method is not determined
 ZERO = 1e-9  # a smaller residual of an order condition is round-off: coefficients are given with 10 digits and more
 
 # Weights of the conditions that can only be satisfied in the sense of least squares; those of trees have the factor
-# 1 / symmetry besides, as in the expansion of the error. The numbers are a compromise, one of about 200 that were tried
-# with ALF(order=4), ALF(order=6) and L14-6 on adaptive solves of twelve problems.
+# 1 / symmetry besides, as in the expansion of the error. The numbers are a compromise, one of some thousand that were
+# tried with ALF(order=4), ALF(order=6) and L14-6 on adaptive solves of 21 problems at four tolerances.
 DECAY = 0.3  # from one order to the next: the expansion is one in powers of h |f'|, which is about so large
-CHAIN = 30.0  # for trees without branches: a linear problem has no others
-PARASITE = 0.05  # for the influence of v0 - f(t0, z0)
-RIDGE = 0.3  # for the size of the weights b_j, times the error constant of the method
+CHAIN = 300.0  # for trees without branches: a linear problem has no others
+BRANCH = 0.7  # for each leaf of a tree beyond the second: it stands for one more derivative of f
+PARASITE = 0.03  # for the influence of v0 - f(t0, z0)
+RIDGE = 0.5  # for the size of the weights b_j, times the error constant of the method
 
 DOPRI8_NODES = (0.29, 0.71, 0.47)  # of extra stages: found by a random search for small errors of orders 7 and 8
 
@@ -79,8 +80,12 @@ def trees_up_to(n: int) -> list[Tree]:
     return [tree for k in range(1, n + 1) for tree in rooted_trees(k)]
 
 
-def _is_chain(tree: Tree) -> bool:
-    return not tree or (len(tree) == 1 and _is_chain(tree[0]))
+@functools.cache
+def degrees(tree: Tree) -> tuple[int, ...]:
+    """How many subtrees each vertex has, sorted. If y is a number, a tree stands for the product of such derivatives of
+    f, so that trees with the same degrees stand for the same.
+    """
+    return tuple(sorted([len(tree), *(n for subtree in tree for n in degrees(subtree))]))
 
 
 # Runge-Kutta stages.
@@ -318,6 +323,7 @@ def _interpolant(problem: _Problem) -> Interpolant:
     wanted = [b] if end is None else [b, _unit(0, len(b)), _unit(end, len(b))]
     for j, row in rows.items():
         _meet_ends(row, [target[j] for target in wanted])
+    _round_alike(rows[allowed[0]], rows.values())
     unused = (0.0,) * problem.n_powers
     return Interpolant(order, tuple(tuple(rows.get(j, unused)) for j in range(len(stages))))
 
@@ -346,11 +352,17 @@ def _corrected(x: Sequence[float], k: int, exact: Iterable[Sequence[float]]) -> 
 def _soft_conditions(problem: _Problem, order: int) -> Iterator[list[float]]:
     """Conditions beyond this order, which are satisfied as well as may be, with their weights."""
     stages, b, p, allowed, unwanted, _ = problem
+    alike: dict[tuple[int, ...], list[list[float]]] = {}
     for tree in trees_up_to(p + 1):
-        n = order_of(tree)
+        n, n_leaves = order_of(tree), degrees(tree).count(0)
         if n > order:
-            weight = DECAY ** (n - order - 1) / symmetry(tree)
-            yield problem.of_tree(tree, CHAIN * weight if _is_chain(tree) else weight)
+            factor = CHAIN if n_leaves == 1 else BRANCH ** (n_leaves - 2)
+            row = problem.of_tree(tree, factor * DECAY ** (n - order - 1) / symmetry(tree))
+            alike.setdefault(degrees(tree), []).append(row)
+            yield row
+    for rows in alike.values():
+        if len(rows) > 1:  # where y is a number, their errors add up
+            yield [math.fsum(column) for column in zip(*rows, strict=True)]
     for combination, weight in zip(unwanted, (PARASITE, PARASITE * DECAY, PARASITE * DECAY), strict=False):
         yield problem.condition(weight, combination)
     ridge = RIDGE * stages.error(b, p + 1)
@@ -368,6 +380,15 @@ def _meet_ends(row: list[float], targets: Sequence[float]) -> None:
     for target, value, cubic in zip(targets, values, HERMITE, strict=False):
         for i, c in enumerate(cubic):
             row[i] += (target - value) * c
+
+
+def _round_alike(row: list[float], rows: Iterable[Sequence[float]]) -> None:
+    """Let `row`, one of these rows, take up the round-off of all, such that the weights b_j(theta) sum to theta.
+
+    Coefficients of Dopri8's table reach 1500. A constant f is then integrated to round-off between grid points, too.
+    """
+    for i, column in enumerate(zip(*rows, strict=True)):
+        row[i] += float(i == 0) - math.fsum(column)
 
 
 # Linear algebra on short lists.

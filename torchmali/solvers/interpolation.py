@@ -10,7 +10,7 @@ D = <a_y, sum_j b_j'(theta) k_j> and M = <a_y, sum_j b_j(theta) k_j>,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +27,7 @@ class RecordedStages(NamedTuple):
     """Cotangents of what a dense solution holds of a step (outputs/dense.py)."""
 
     z: Sequence[Tensor | None]  # dL/dz0
-    stages: Sequence[Sequence[Tensor | None]]  # dL/dk_j of the stages with a weight
+    stages: Mapping[int, Sequence[Tensor | None]]  # dL/dk_j, of stages with a weight and perhaps of others
     t0: float = 0.0
     t1: float = 0.0
 
@@ -195,10 +195,10 @@ class _Sums:
     def add_recorded(self, recorded: RecordedStages) -> None:
         """Add the cotangents of z and of the stages themselves."""
         accumulate(self.z, recorded.z)
-        for j, g in zip(self.used, recorded.stages, strict=True):
+        for j in self.used:
             stage = self.stages[j]
             assert stage is not None
-            accumulate(stage, g)
+            accumulate(stage, recorded.stages[j])
 
     def along(
         self, a: Sequence[Tensor | None], theta: Tensor, stages: Sequence[Tensors], samples: Tensor | None

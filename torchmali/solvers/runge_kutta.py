@@ -71,6 +71,24 @@ class Tableau:
         stages = Stages([(), *a, *([b] if len(rows) > len(b) else [])])
         return Interpolant(stages.order_inside(rows), rows)
 
+    @functools.cached_property
+    def closing_interpolant(self) -> Interpolant:
+        """The interpolant of a step after which no step begins with f(t1, z1): one that does without this slope.
+
+        Where such an interpolant has an order below p - 1, so that errors in this step would not be O(h^p), it is the
+        usual one. Its errors are larger than those of the usual one, but this is one step of many.
+        """
+        a, b, _ = self._coefficients
+        if not self.shares_end_slope:
+            return self.interpolant
+        found = runge_kutta_interpolant(a, b)
+        return found if found.order >= min(self.order - 1, self.interpolant.order) else self.interpolant
+
+    @functools.cached_property
+    def shares_end_slope(self) -> bool:
+        """Whether f(t1, z1) is a stage of the interpolant on which no other stage depends."""
+        return len(self.interpolant.rows) > self.n_stages and not self.interpolant.extra
+
 
 @dataclass(frozen=True)
 class RungeKutta(InterpolatingSolver):
@@ -119,10 +137,17 @@ class RungeKutta(InterpolatingSolver):
     def interpolant(self) -> Interpolant:
         return self.tableau.interpolant
 
+    def interpolant_of(self, closes: bool) -> Interpolant:
+        return self.tableau.closing_interpolant if closes else self.tableau.interpolant
+
+    @property
+    def shares_end_slope(self) -> bool:
+        return self.tableau.shares_end_slope
+
     def inner_stages(
-        self, f: Slope, t0: Time, t1: Time, state: State, attempt: Attempt
+        self, f: Slope, t0: Time, t1: Time, state: State, attempt: Attempt, closes: bool = False
     ) -> tuple[Sequence[Tensors], Tensors | None]:
-        h, k, table, n = t1 - t0, list(attempt.stages), self.interpolant, self.tableau.n_stages
+        h, k, table, n = t1 - t0, list(attempt.stages), self.interpolant_of(closes), self.tableau.n_stages
         uses_end = len(table.rows) - len(table.extra) > n
         if uses_end and len(k) == n:
             k.append(f(t1, attempt.state.point))

@@ -46,7 +46,7 @@ class _SameGridState(ControllerState):
     def next_time(self, t: Any, target: Any) -> Any:
         if target is not self.target:
             self.target, self.start = target, t
-        boundary = self.boundaries.pop(0)
+        boundary, *self.boundaries = self.boundaries
         if boundary == float(target.detach()):
             return target
         return self.start + (boundary - float(self.start.detach()))

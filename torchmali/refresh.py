@@ -65,13 +65,14 @@ class Refresher:
         self.n_looks = 0  # that had enough values to judge
         self.values: Sequence[Tensors] = ()  # the latest residuals
 
-    def plan(self) -> RefreshPlan:
-        """What to do in the next step."""
-        refreshes = self.every is not None and (self.n_steps + 1) % self.every == 0
+    def plan(self, ahead: int = 0) -> RefreshPlan:
+        """What to do in the next step, or so many steps later."""
+        n_steps = self.n_steps + ahead
+        refreshes = self.every is not None and (n_steps + 1) % self.every == 0
         if not self.period:
             return REFRESHES if refreshes else NO_REFRESH
-        before_first = self.n_steps < self.first
-        left = self.first - 1 - self.n_steps if before_first else self.period - 1 - self.n_steps % self.period
+        before_first = n_steps < self.first
+        left = self.first - 1 - n_steps if before_first else self.period - 1 - n_steps % self.period
         return RefreshPlan(True, left == 0, refreshes) if left < N_VALUES else NO_REFRESH
 
     def step(
@@ -98,6 +99,10 @@ class Refresher:
         found = [_alternation(x0[i], x1[i], x2[i], z[i], abs(h), eps, is_late) for i in leaves]
         widest = max((x.dtype for x in found), key=lambda dtype: dtype.itemsize)
         return found[0] if len(found) == 1 else torch.stack([x.to(z[0].device, widest) for x in found]).amin()
+
+    def after_steps(self, n: int) -> None:
+        """Take note of accepted steps whose residuals come with those of a later one."""
+        self.n_steps += n
 
     def after_step(self, residuals: Residuals) -> None:
         """Take note of an accepted step."""

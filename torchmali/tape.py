@@ -7,7 +7,7 @@ tensors: these travel through `save_for_backward` as one flat list.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
@@ -37,6 +37,7 @@ class Step(NamedTuple):
     k1: int | None
     before: int | None  # position in `kept` of the state at t0: ACA keeps all, MALI none or every K-th
     closes: bool = False  # no step begins with f(t1, z1) after it: it is the last one, or ends on a jump of f
+    is_joined: bool = False  # it was taken in one run with the step before it (Leapfrog.run)
 
 
 class Refresh(NamedTuple):
@@ -92,13 +93,27 @@ class Tape:
     n_steps: int = 0
     checkpoints: list[int] = field(default_factory=list)  # positions in `events` of steps whose state is kept
 
-    def step(self, t0: Any, t1: Any, k0: int | None, k1: int | None, before: State, closes: bool) -> None:
+    def keeps(self) -> bool:
+        """Whether the state before the next step is kept."""
+        return self.keep_every is not None and self.n_steps % self.keep_every == 0
+
+    def step(
+        self,
+        t0: Any,
+        t1: Any,
+        k0: int | None,
+        k1: int | None,
+        before: State | None,
+        closes: bool,
+        is_joined: bool = False,
+    ) -> None:
+        """Record a step. before: the state at its start, if it `keeps` that."""
         kept = None
-        if self.keep_every is not None and self.n_steps % self.keep_every == 0:
+        if self.keeps():
             assert isinstance(before, RewindableState)
             kept = self.keep(before.snapshot())
             self.checkpoints.append(len(self.events))
-        self.events.append(Step(t0, t1, k0, k1, kept, closes))
+        self.events.append(Step(t0, t1, k0, k1, kept, closes, is_joined))
         self.n_steps += 1
         if self.at_most is not None and len(self.checkpoints) > self.at_most:
             self._thin_out()
@@ -148,14 +163,23 @@ def rewind(
     state: State,
     undo_step: Callable[[Step, Any], Any],
     on_output: Callable[[Output | InnerOutput | StageOutput, Any], None] | None = None,
+    undo_run: Callable[[Sequence[Step], Any], Any] | None = None,
 ) -> Any:
     """Follow events from the last to the first, beginning with the state after them; return the state before them.
 
     undo_step(step, state) returns the state at the start of a step; on_output(output, state) is told of the outputs.
+    undo_run(steps, state) returns the state at the start of several steps that were taken in one run; without it they
+    are undone one by one.
     """
-    for event in reversed(events):
+    end = len(events)
+    while end:
+        event, start = events[end - 1], end - 1
         if isinstance(event, Step):
-            state = undo_step(event, state)
+            start = end - 1 if undo_run is None else _start_of_run(events, end)
+            if undo_run is None or start == end - 1:
+                state = undo_step(event, state)
+            else:
+                state = undo_run([x for x in events[start:end] if isinstance(x, Step)], state)
         elif isinstance(event, (Output, InnerOutput, StageOutput)):
             if on_output is not None:
                 on_output(event, state)
@@ -165,4 +189,31 @@ def rewind(
         elif isinstance(event, Refresh):
             assert isinstance(state, RewindableState) and event.before is not None
             state = state.rebuilt_with(kept[event.before])
+        end = start
     return state
+
+
+def _start_of_run(events: Sequence[Event], end: int) -> int:
+    """Where the run of steps begins that ends with events[end - 1]. A step from a kept state is not part of it."""
+    start = end - 1
+    while start and _continues(events[start - 1], events[start]):
+        start -= 1
+    return start
+
+
+def _continues(before: Event, step: Event) -> bool:
+    """Whether both are steps of one run without a kept state.
+
+    Drifts that were two in the forward pass stay two: undone as one they would leave more round-off.
+    """
+    is_joined = isinstance(step, Step) and step.is_joined and step.before is None
+    return is_joined and isinstance(before, Step) and before.before is None
+
+
+def in_runs(events: Sequence[Event]) -> Iterator[Sequence[Event]]:
+    """Events in order: the steps of a run together, all others one by one."""
+    start = 0
+    for end, event in enumerate([*events[1:], None], 1):
+        if not (isinstance(event, Step) and event.is_joined):
+            yield events[start:end]
+            start = end

@@ -100,7 +100,7 @@ def test_a_clock_beside_an_oscillator_hides_no_drift(shape):
         dy = torch.stack([dq, dp, torch.ones_like(clock)])
         return dy.mT if shape == "one sample of two" else dy.reshape(y.shape)
 
-    y0 = join(*torch.tensor([1.0, 0.3, 1e5])).clone()
+    y0 = join(*torch.tensor([1.2, 0.0, 1e5])).clone()
     how: dict[str, Any] = {"controller": tm.FixedStep(0.1)}
 
     def oscillator(method: tm.GradientMethod) -> Tensor:
@@ -112,8 +112,7 @@ def test_a_clock_beside_an_oscillator_hides_no_drift(shape):
     found, _ = told(lambda: oscillator(tm.MALI()))
     assert difference(found, exact) < 1e-3
     bare, messages = told(lambda: oscillator(tm.MALI(checkpoint_every=None)))
-    if shape != "(n, 1)":  # where rounding is in its favour
-        assert difference(bare, exact) > 1e-2 and "about as wrong" in messages[0]
+    assert difference(bare, exact) > 2e-3 and "about as wrong" in messages[0]
 
 
 def test_components_that_pass_through_zero_raise_no_alarm():

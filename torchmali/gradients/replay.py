@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, ClassVar, NamedTuple
@@ -31,14 +31,14 @@ from torchmali.gradients.base import (
     through_function,
 )
 from torchmali.outputs.base import Outputs
-from torchmali.solvers.base import AugmentedSolver, InterpolatingSolver, Solver, StepBack
+from torchmali.solvers.base import AugmentedSolver, InterpolatingSolver, RunningSolver, Solver, StepBack
 from torchmali.solvers.cotangent import Cotangent, accumulate
 from torchmali.solvers.interpolation import InnerOutputs
 from torchmali.state.base import Deviation, RewindableState, Snapshot, State
 from torchmali.state.fixed_point import FixedPoint
 from torchmali.state.floats import Floats
 from torchmali.state.vectors import Tensors, rows
-from torchmali.tape import Event, InnerOutput, Output, Refresh, StageOutput, Start, Step, Tape, rewind
+from torchmali.tape import Event, InnerOutput, Output, Refresh, StageOutput, Start, Step, Tape, in_runs, rewind
 
 
 class Limits(NamedTuple):
@@ -300,7 +300,7 @@ class BackwardPass:
         f, solver, cotangents = self.f, self.solver, self.cotangents
         inside: list[InnerOutputs] = []
 
-        def undo_step(step: Step, state: RewindableState) -> State:
+        def undo_step(step: Step, state: RewindableState) -> Any:
             before = None
             # On integers the start is rebuilt to the bit, so that a kept one has nothing to add.
             if step.before is not None and not isinstance(state, FixedPoint):
@@ -325,7 +325,13 @@ class BackwardPass:
             z = () if cotangents.outputs.keeps_states else state.point
             accumulate(a.z, cotangents.pull(output.k, z, a))
 
-        return rewind(segment, kept, state, undo_step, on_output)
+        def undo_run(steps: Sequence[Step], state: RewindableState) -> State:
+            assert isinstance(solver, RunningSolver)
+            f.enter(steps[0].t0, steps[-1].t1)
+            return solver.pull_run(f, _grid(steps), state, a)
+
+        several = isinstance(solver, RunningSolver) and isinstance(state, Floats) and not f.wants_t
+        return rewind(segment, kept, state, undo_step, on_output, undo_run if several else None)
 
     def _trusts(
         self,
@@ -413,18 +419,35 @@ class BackwardPass:
         tape = Tape(keep_every=max(1, math.isqrt(n)))
         now: Any = state
         with torch.no_grad():
-            for event in segment:
-                if isinstance(event, Step):
-                    tape.step(*event[:4], now, event.closes)
-                    self.f.enter(event.t0, event.t1)
-                    now = self.solver.step(self.f, event.t0, event.t1, now, None, adaptive=False).state
+            for run in in_runs(segment):
+                if isinstance(run[0], Step):
+                    now = self._step_again([step for step in run if isinstance(step, Step)], now, tape)
                 else:
-                    tape.events.append(event)
+                    tape.events.extend(run)
         require_same(now.deviation(after, after, 1.0).row <= self.same)
         if n == 0 or (n == 1 and from_start) or not self.reruns:
             return None
         self.n_reruns += 1
         return self.run(tape.events, tape.kept, now.fork(), a)[1]
+
+    def _step_again(self, steps: Sequence[Step], state: State, tape: Tape) -> State:
+        """Take the steps of a run once more, by the same operations; return the state at their end."""
+
+        def record(i: int, make_start: Callable[[], State]) -> None:
+            step = steps[i]
+            tape.step(*step[:4], make_start() if tape.keeps() else None, step.closes, step.is_joined)
+
+        t0, t1 = steps[0].t0, steps[-1].t1
+        self.f.enter(t0, t1)
+        if len(steps) > 1:
+            assert isinstance(self.solver, RunningSolver)
+            return self.solver.run(self.f, _grid(steps), state, record=record)[0]
+        record(0, lambda: state)
+        return self.solver.step(self.f, t0, t1, state, None, adaptive=False).state
+
+
+def _grid(steps: Sequence[Step]) -> list[float]:
+    return [steps[0].t0, *(step.t1 for step in steps)]
 
 
 def _norm(x: Sequence[Tensor | None]) -> Tensor:

@@ -154,14 +154,14 @@ class Loop(Abstract):
         if job.locate:
             _raise_if_non_finite(self.state, f"in y0 or in f at the start, t = {number(t):.6g}")
 
-    def next_time(self) -> Time:
-        t, target = self.t, self._target()
+    def next_time(self, t: Time, target: Time) -> Time:
+        """The time at which a step from t is to end; target: the next time on which one has to."""
         t1 = self.control.next_time(t, target)
         if t1 is not target and not (t < t1 < target or t > t1 > target):
-            self._raise_for_time(t1, target)
+            self._raise_for_time(t, t1, target)
         return t1
 
-    def _target(self) -> Time:
+    def target(self) -> Time:
         """The next time on which a step has to end: a jump or an output time."""
         stop = self.job.times[self.outputs.stop]
         jump = None if self.jumps is None else self.jumps.first_between(self.t, stop)
@@ -172,9 +172,9 @@ class Loop(Abstract):
         if self.jumps is not None:
             self.jumps.enter(self.t, t1)
 
-    def _raise_for_time(self, t1: Time, target: Time) -> None:
+    def _raise_for_time(self, t: Time, t1: Time, target: Time) -> None:
         """A time that is neither the target nor between it and t. Round-off alone may keep it where it is."""
-        t, t1, target = number(self.t), number(t1), number(target)
+        t, t1, target = number(t), number(t1), number(target)
         if t1 != t:
             raise InvalidOptionError(
                 f"{type(self.control).__name__}.next_time({t:.6g}, {target:.6g}) returned {t1:.6g}: it must return its "
@@ -198,7 +198,7 @@ class Loop(Abstract):
             ratio = self.control.error_ratio(self.state, attempt)
         if plan.decides:
             h = number(t1 - self.t)
-            alternation = self.refresher.alternation(residuals, self.state.point, h, self.side_effects.eps)
+            alternation = self.refresher.alternation(residuals, attempt.state.point, h, self.side_effects.eps)
         return Measured(ratio, alternation)
 
     def accepts(self, t1: Time, attempt: Attempt, measured: Measured, error: float) -> bool:

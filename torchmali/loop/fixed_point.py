@@ -85,7 +85,7 @@ class FixedPointLoop(Loop):
         self._save()
 
     def advance(self) -> None:
-        t1, plan = self.next_time(), self.refresher.plan()
+        t1, plan = self.next_time(self.t, self.target()), self.refresher.plan()
         is_careful = self.n_careful > 0
         try:
             state = self.state.careful() if is_careful else self.state.seen_by(self.started)

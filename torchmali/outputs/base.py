@@ -227,14 +227,18 @@ class Outputs(Abstract):
 
     def passes_over(self, t1: Time) -> bool:
         """Whether `accept` need not see a step to t1. An output that looks at every step returns False."""
-        return self.stops and t1 is not self.times[self.stop]
+        return t1 is not self.times[self.stop] and not self._is_reached(t1)
 
-    def looks_inside(self, t: Time, t1: Time) -> bool:
-        """Whether there are outputs inside a step from t to t1."""
+    def _is_reached(self, t1: Time) -> bool:
+        """Whether a step to t1 has outputs inside."""
         if self.stops or self.waiting >= self.stop:
             return False
         next_time = self.times[self.waiting]
-        return bool(next_time <= t1 if t < t1 else next_time >= t1)
+        return bool(next_time <= t1 if self.times[0] < self.times[-1] else next_time >= t1)
+
+    def looks_inside(self, t: Time, t1: Time) -> bool:
+        """Whether there are outputs inside a step from t to t1."""
+        return self._is_reached(t1)
 
     def accept(self, step: AcceptedStep) -> list[Output | InnerOutput | StageOutput]:
         """Record the outputs inside the step and at its end; return them for the tape."""

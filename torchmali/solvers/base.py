@@ -24,6 +24,7 @@ from torchmali.state.traced import Traced
 from torchmali.state.vectors import Tensors, Time
 
 Slope = Callable[[Time, Tensors], Tensors]  # f on leaves
+Record = Callable[[int, Callable[[], State]], None]  # gets the number of a step, and what makes the state at its start
 
 
 class Attempt(NamedTuple):
@@ -163,6 +164,24 @@ class AugmentedSolver(ReversibleSolver):
     @abstractmethod
     def scale_of_v(self, span: float) -> float:
         """The factor that turns v into a change of z over a time."""
+
+
+class RunningSolver(ReversibleSolver):
+    """A reversible solver that can take several steps in one go."""
+
+    @abstractmethod
+    def run(
+        self, f: Slope, times: Sequence[Time], state: State, n_observed: int = 0, record: Record | None = None
+    ) -> tuple[State, list[Tensors]]:
+        """Steps from each time to the next; leaves `state` as it is, and returns the one at the last time.
+
+        record: called at the start of each step. n_observed: for so many of the last steps the numbers by which a
+        refresh is decided are collected (see refresh.py) and returned, too.
+        """
+
+    @abstractmethod
+    def pull_run(self, f: Field, times: Sequence[float], state: State, a: Cotangent) -> State:
+        """`pullback` of the steps of a `run`, where dL/dt is not wanted and no outputs lie inside."""
 
 
 def pull_local_step(solver: Solver, f: Field, step: StepBack, before: State, state: State, a: Cotangent) -> State:

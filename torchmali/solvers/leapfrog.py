@@ -15,6 +15,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate as running_sums
 from typing import Any, NamedTuple
 
@@ -28,6 +29,8 @@ from torchmali.solvers.base import (
     Attempt,
     AugmentedSolver,
     InterpolatingSolver,
+    Record,
+    RunningSolver,
     Slope,
     StepBack,
     add_inner,
@@ -91,7 +94,7 @@ COEFFICIENTS = {
 
 
 @dataclass(frozen=True, repr=False)
-class Leapfrog(AugmentedSolver, InterpolatingSolver):
+class Leapfrog(AugmentedSolver, RunningSolver, InterpolatingSolver):
     """A reversible solver from a symmetric list of drift coefficients that sums to 1.
 
     A step takes one evaluation of f between two neighbours of the list, and one more with AdaptiveStep, for the error
@@ -238,6 +241,28 @@ class Leapfrog(AugmentedSolver, InterpolatingSolver):
         end, f_in = f(t1, state.point), v_in if carry is None else carry
         return Attempt(state, combine(None, (h, -h, -h, h), (state.slope, end, v_in, f_in)), end, stages)
 
+    def run(
+        self, f: Slope, times: Sequence[Time], state: State, n_observed: int = 0, record: Record | None = None
+    ) -> tuple[State, Residuals]:
+        """`RunningSolver.run`. The drift that ends a step and the one that begins the next are one drift."""
+        eta, (first, rest, observed) = self.eta, self.scheme
+        residuals: Residuals = []
+        state, e, n_steps, make_start = state.fork(), 0.0, len(times) - 1, partial(_itself, state)
+        for i in range(n_steps):
+            t0, h = times[i], times[i + 1] - times[i]
+            if record is not None:
+                record(i, make_start)
+            is_observed = n_steps - i <= n_observed
+            e = e + first * h
+            for j, (node, c) in enumerate(rest):
+                state = state.drift(e)
+                u = f(t0 + node * h, state.point)
+                if is_observed and j in observed:
+                    residuals.append(added(u, state.slope, -1.0))
+                state, e = state.reflect(u, eta), c * h
+            make_start = partial(_drifted_copy, state, e)
+        return state.drift(e), residuals
+
     def inverse(self, f: Slope, t0: Time, t1: Time, state: State) -> State:
         h, (first, rest, _) = t1 - t0, self.scheme
         state = state.fork()
@@ -253,8 +278,27 @@ class Leapfrog(AugmentedSolver, InterpolatingSolver):
             return self._pull_with_stages(f, step, state, a)
         return self._pull_from_end(f, step, state, a)
 
+    def pull_run(self, f: Field, times: Sequence[float], state: State, a: Cotangent) -> State:
+        first, rest, _ = self.scheme
+        e = 0.0
+        for i in range(len(times) - 1, 0, -1):
+            t0, h = times[i - 1], times[i] - times[i - 1]
+            for node, c in reversed(rest):
+                e += c * h
+                add_(a.v, a.z, e)
+                state = state.drift(-e)
+                # One evaluation per reflect serves twice: u gives v back, and its graph the VJP.
+                recorded = f.record(t0 + node * h, state.point)
+                self._pull_reflect(node, recorded, a)
+                state, e = state.unreflect(recorded.u, self.eta), 0.0
+                del recorded  # or it would still be there at the next evaluation
+            e = first * h
+        add_(a.v, a.z, e)
+        return state.drift(-e)
+
     def _pull_from_end(self, f: Field, step: StepBack, state: State, a: Cotangent) -> State:
-        # One evaluation per reflect serves twice: u1 gives v back, and its graph the VJP.
+        if step.inside is None and not f.wants_t:
+            return self.pull_run(f, (step.t0, step.t1), state, a)
         t0, h, (first, rest, _) = step.t0, step.t1 - step.t0, self.scheme
         inner = self._pull_inner(f, step, state.point, ())
         for j in range(len(rest), 0, -1):
@@ -264,7 +308,7 @@ class Leapfrog(AugmentedSolver, InterpolatingSolver):
             recorded = f.record(t0 + node * h, state.point)
             self._pull_reflect(node, recorded, a, inner and inner.stages[j])
             state = state.unreflect(recorded.u, self.eta)
-            del recorded  # or it would still be there at the next evaluation
+            del recorded
         _pull_drift(first, h, state.slope if f.wants_t else (), a)
         _pull_start_of_inner(a, inner)
         return state.drift(-first * h)
@@ -324,6 +368,15 @@ class Leapfrog(AugmentedSolver, InterpolatingSolver):
         scale_(a.v, 1 - 2 * eta)
         if g_t is not None:
             a.add_to_times(2 * eta * (1 - node) * g_t, 2 * eta * node * g_t)
+
+
+def _itself(state: State) -> State:
+    return state
+
+
+def _drifted_copy(state: State, e: Time) -> State:
+    """The state after a drift, in memory of its own."""
+    return state.with_slope(state.apart(state.slope)).drift(e)
 
 
 class Passed(NamedTuple):

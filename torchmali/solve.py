@@ -43,7 +43,7 @@ from torchmali.solution import Solution
 from torchmali.solvers.base import InterpolatingSolver, Solver
 from torchmali.solvers.leapfrog import ALF
 from torchmali.spans import OwnSpans, is_of_samples, own_spans
-from torchmali.state.vectors import Tensors
+from torchmali.state.vectors import Tensors, eps_of
 from torchmali.tree import Structure
 
 P = ParamSpec("P")
@@ -255,12 +255,13 @@ def _with_event(solution: Solution, outputs: Outputs, results: Tensors, on_no_ev
     detector, t, root = outputs.detector, solution.t, outputs.root
     assert detector is not None
     functions = detector.functions
-    times = [torch.tensor(found, dtype=t.dtype, device=t.device) for found in detector.found]
+    kind: Any = {"dtype": t.dtype if t.is_floating_point() else torch.float64, "device": t.device}
+    times = [torch.tensor(found, **kind) for found in detector.found]
     if root is None or outputs.event_at is None:
         if on_no_event == "raise" and any(event.terminal for event in functions.events):
             detector.raise_for_none()
         return solution._replace(event_times=times)
-    now = torch.tensor(root.t, dtype=t.dtype, device=t.device)
+    now = torch.tensor(root.t, **kind)
     event_t, event_z = differentiable_root(root, now, results[-outputs.n_leaves :], functions)
     event_y = functions.structure.rebuild(event_z)
     y = solution.y if outputs.keeps_states else functions.structure.rebuild([z[None] for z in event_z])
@@ -467,7 +468,7 @@ def _warn_of_tolerance(controller: StepController, z0: Tensors) -> None:
 
 
 def _warn_of_times(times: list[float], z0: Tensors) -> None:
-    eps, largest = min(torch.finfo(z.dtype).eps for z in z0), max(abs(times[0]), abs(times[-1]))
+    eps, largest = min([eps_of(z.dtype) for z in z0]), max(abs(times[0]), abs(times[-1]))
     if abs(times[-1] - times[0]) < 100 * eps * largest:
         warn(
             f"t goes from {times[0]:.10g} to {times[-1]:.10g}, but f sees it in the precision of y, which tells times "
@@ -483,7 +484,8 @@ def _checked_times(t: Any) -> tuple[Tensor, list[float]]:
     t = t if isinstance(t, Tensor) else torch.as_tensor(t, dtype=torch.float64)
     if t.ndim != 1:
         raise InvalidTimesError(f"t must be one-dimensional, a sequence of times; got shape {tuple(t.shape)}.")
-    return t, _ordered(t.detach().to("cpu", torch.float64).tolist())
+    is_readable = t.device.type == "cpu" and t.dtype in (torch.float32, torch.float64)
+    return t, _ordered(t.tolist() if is_readable else t.detach().to("cpu", torch.float64).tolist())
 
 
 def _ordered(times: list[float]) -> list[float]:

@@ -10,6 +10,7 @@ import torch
 from event_cases import ALF, FIXED, GRAVITY, METHODS, NAMES, RK4, bend, double, fall, height, pendulum, solve, turn
 
 import torchmali as tm
+from examples.extending.new_solver import Verlet
 from torchmali.events import first_root
 
 
@@ -95,6 +96,14 @@ def test_a_zero_at_the_start_is_no_event(method: Any):
     assert abs(solution.event_t.item() - 10 / GRAVITY) < 1e-9
 
 
+def test_times_of_events_are_no_integers():
+    events = [height, tm.Event(lambda t, y: y[0] - 5, terminal=False)]
+    solution = solve(fall, double(10.0, 0.0), torch.tensor([0, 1, 5]), events)
+    assert abs(solution.event_t.item() - math.sqrt(20 / GRAVITY)) < 1e-10
+    assert abs(solution.event_times[1].item() - math.sqrt(10 / GRAVITY)) < 1e-10
+    assert solution.t.tolist() == [0, 1]
+
+
 def test_backwards_in_time():
     y0, t = double(0.0, 0.0, grad=True), double(0.0, grad=True)
     for method in METHODS:
@@ -161,8 +170,8 @@ def test_what_cannot_be_an_event_is_refused():
         tm.Event(height, direction="left")
     with pytest.raises(tm.InvalidOptionError, match="on_no_event"):
         solve(turn, y0, t, height, on_no_event="ignore")
-    with pytest.raises(tm.IncompatibleError, match="Reversible has none"):
-        solve(turn, y0, t, height, (tm.ACA(), tm.Reversible(), FIXED))
+    with pytest.raises(tm.IncompatibleError, match="Verlet has none"):
+        solve(turn, y0, t, height, (tm.ACA(), Verlet(), FIXED))
     with pytest.raises(tm.InvalidOptionError, match="observe"):
         tm.solve(turn, y0, t, event=height, outputs=tm.outputs.stored.StoredOutputs(2))  # pyright: ignore
     with pytest.raises(tm.IncompatibleError, match="dense=True"):

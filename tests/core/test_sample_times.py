@@ -125,6 +125,12 @@ def test_outputs_cost_no_evaluation():
     assert "201 times from 0 to 1" in repr(solution)
 
 
+def test_times_may_be_integers():
+    t, y0 = torch.tensor([[0, 0], [1, 2]]), torch.ones(2).double()
+    y, expected = (tm.solve(lambda t, y: -y, y0, x).y for x in (t, t.double()))
+    assert torch.equal(y, expected)
+
+
 def bad(t: Any, **options: Any) -> Any:
     return tm.solve(lambda t, y: -y, torch.ones(3, 2), torch.as_tensor(t), **options)
 
@@ -153,7 +159,7 @@ def test_times_that_make_no_sense_are_refused(t, said):
     [
         ({"controller": tm.FixedStep(0.1)}, "land=False"),
         ({"controller": tm.AdaptiveStep(land=True)}, "land=False"),
-        ({"solver": tm.Reversible(), "controller": tm.FixedStep(0.1)}, "interpolant"),
+        ({"solver": tm.Reversible(tm.Dopri8()), "controller": tm.AdaptiveStep()}, "interpolant"),
         ({"gradient": tm.Adjoint()}, "too many"),
         ({"dense": True}, "leave outputs"),
         ({"event": lambda t, y: y.sum() - 1}, "leave outputs"),

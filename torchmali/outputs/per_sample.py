@@ -20,7 +20,7 @@ class SampleTimes:
     """
 
     def __init__(self, t: Tensor, z0: Tensors):
-        self.t, self.shape = t, (t.shape[0], t.shape[1])
+        self.t, self.shape = t if t.is_floating_point() else t.double(), (t.shape[0], t.shape[1])
         check_shape(t, z0)
         host = t.detach().to("cpu", torch.float64)
         _check_values(host)

@@ -85,6 +85,12 @@ class Tableau:
         return found if found.order >= min(self.order - 1, self.interpolant.order) else self.interpolant
 
     @functools.cached_property
+    def interpolant_of_ends(self) -> Interpolant:
+        """An interpolant from the stages of a step and the slope at its end, without further evaluations."""
+        a, b, _ = self._coefficients
+        return runge_kutta_interpolant(a, b, ())
+
+    @functools.cached_property
     def shares_end_slope(self) -> bool:
         """Whether f(t1, z1) is a stage of the interpolant on which no other stage depends."""
         return len(self.interpolant.rows) > self.n_stages and not self.interpolant.extra

@@ -414,6 +414,17 @@ def test_the_default_is_the_papers_setting():
     assert torch.equal(NeuralCDE(net.func, net.initial, **how)(coeffs), z)
 
 
+def test_outputs_of_a_cubic_path_cost_no_evaluations_by_default():
+    counts, coeffs = [], natural_cubic_coeffs(0.1 * series(8, (2,)))
+    for n in (2, 100):
+        net = model(all_outputs=True)
+        net(coeffs, t=torch.linspace(0, 7, n)).sum().backward()
+        assert net.last_stats is not None
+        counts.append((net.last_stats.n_evals_forward, net.last_stats.n_evals_backward))
+    assert counts[0] == counts[1]
+    assert model(control=LinearControl).controller == tm.FixedStep(0.25)  # its steps end on the knots
+
+
 def test_the_start_may_be_given():
     net, x = model(), series(8, (2,))
     coeffs = natural_cubic_coeffs(x)
@@ -455,7 +466,7 @@ def test_running_statistics_in_func_are_updated_or_frozen(buffers, n_batches):
 
 
 def test_a_module_says_what_it_is():
-    what = "control=CubicControl, solver=ALF(), controller=FixedStep(h=0.25), gradient=MALI()"
+    what = "control=CubicControl, solver=ALF(), controller=FixedStep(h=0.25, land=False), gradient=MALI()"
     assert what in repr(model())
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import torchmali as tm
+from examples.extending.new_solver import Verlet
 from torchmali.nn import ODEBlock
 
 
@@ -43,6 +44,18 @@ def test_the_default_is_the_papers_setting():
     assert (block.last_stats.n_steps, block.last_stats.n_evals_forward) == (4, 5)
     y.sum().backward()
     assert block.last_stats.n_vjps == 5
+
+
+def test_outputs_of_a_block_cost_no_evaluations_by_default():
+    counts = []
+    for n in (2, 100):
+        block = ODEBlock(Slope(), torch.linspace(0, 1, n), all_outputs=True)
+        y = block(torch.randn(3, 4))
+        y.sum().backward()
+        assert y.shape == (n, 3, 4) and block.last_stats is not None
+        counts.append((block.last_stats.n_evals_forward, block.last_stats.n_evals_backward))
+    assert counts[0] == counts[1]
+    assert ODEBlock(Slope(), solver=Verlet()).controller == tm.FixedStep(0.25)  # no interpolant
 
 
 def test_a_block_is_solve():
@@ -103,7 +116,7 @@ def test_a_tensor_of_times_that_would_lose_its_gradient_is_refused():
 
 def test_a_block_says_what_it_is():
     text = repr(ODEBlock(Slope(), (0, 2), solver=tm.ALF(order=4), gradient=tm.MALI(exact=True)))
-    assert "t=(0, 2), solver=ALF(order=4), controller=FixedStep(h=0.25), gradient=MALI(exact=True)" in text
+    assert "t=(0, 2), solver=ALF(order=4), controller=FixedStep(h=0.25, land=False), gradient=MALI(exact=True)" in text
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from torchmali.controllers import StepController
+from torchmali.controllers import FixedStep, StepController
 from torchmali.errors import InvalidTimesError
 from torchmali.gradients.base import GradientMethod
 from torchmali.solution import Solution, Stats
@@ -37,6 +37,14 @@ class SolveModule(nn.Module):
     def extra_repr(self) -> str:
         how = f"solver={self.solver}, controller={self.controller}, gradient={self.gradient}"
         return how if self.buffers_policy == "update" else f"{how}, buffers={self.buffers_policy!r}"
+
+
+def default_controller(solver: Solver, on_outputs: bool = False) -> StepController:
+    """Steps of the paper's size, which do not end on output times if the solver can interpolate.
+
+    on_outputs: they end on output times in any case.
+    """
+    return FixedStep(0.25, land=on_outputs or not solver.interpolates)
 
 
 def checked_times(t: Times) -> Times:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torchmali.controllers import FixedStep, StepController
+from torchmali.controllers import StepController
 from torchmali.errors import InvalidTimesError
 from torchmali.gradients.base import GradientMethod
 from torchmali.gradients.mali import MALI
-from torchmali.nn.base import SolveModule, Times, checked_times, shown_times
+from torchmali.nn.base import SolveModule, Times, checked_times, default_controller, shown_times
 from torchmali.solvers.base import Solver
 from torchmali.solvers.leapfrog import ALF
 from torchmali.spans import ends, is_of_samples
@@ -19,6 +19,7 @@ from torchmali.tree import Structure
 class ODEBlock(SolveModule):
     """Layer from y(t[0]) to y(t[-1]), where dy/dt = func(t, y, *args). The defaults are the paper's.
 
+    controller: by default FixedStep(0.25, land=False), so that outputs between the two cost no evaluations.
     t: times, as numbers, or as a parameter to be learned. all_outputs: return y at all times, time first. buffers: see
     `solve`. `last_stats` has the counts of the last call, and of its backward pass once this has run.
 
@@ -33,13 +34,13 @@ class ODEBlock(SolveModule):
         t: Times = (0.0, 1.0),
         *,
         solver: Solver = ALF(),  # noqa: B008 (solvers, controllers and gradient methods are immutable values)
-        controller: StepController = FixedStep(0.25),  # noqa: B008
+        controller: StepController | None = None,
         gradient: GradientMethod = MALI(),  # noqa: B008
         all_outputs: bool = False,
         buffers: str = "update",
         spans: str = "common",
     ):
-        super().__init__(solver, controller, gradient, buffers)
+        super().__init__(solver, controller or default_controller(solver), gradient, buffers)
         self.func, self.t, self.all_outputs, self.spans = func, checked_times(t), all_outputs, spans
 
     def forward(self, y0: Any, *args: Any, t: Times | None = None) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchmali.controllers import FixedStep, StepController
+from torchmali.controllers import StepController
 from torchmali.errors import (
     IncompatibleError,
     InvalidFieldError,
@@ -19,7 +19,7 @@ from torchmali.errors import (
 )
 from torchmali.gradients.base import GradientMethod
 from torchmali.gradients.mali import MALI
-from torchmali.nn.base import SolveModule
+from torchmali.nn.base import SolveModule, default_controller
 from torchmali.nn.control import Control, CubicControl, check_increasing
 from torchmali.solvers.base import Solver
 from torchmali.solvers.leapfrog import ALF
@@ -37,6 +37,9 @@ class NeuralCDE(SolveModule):
     With AdaptiveStep (and with FixedStep(land=False)) the knots of a `LinearControl` are `jumps` of `solve`: any solver
     keeps its order, and no evaluations are lost to rejections there; a leapfrog keeps one state per knot for the
     backward pass. FixedStep takes the knots as output times, in constant memory with MALI.
+
+    controller: by default FixedStep(0.25, land=False), so that outputs cost no evaluations; with `LinearControl`
+    FixedStep(0.25), with which no slopes are renewed at the knots.
     """
 
     def __init__(
@@ -46,11 +49,12 @@ class NeuralCDE(SolveModule):
         *,
         control: type[Control] = CubicControl,
         solver: Solver = ALF(),  # noqa: B008 (solvers, controllers and gradient methods are immutable values)
-        controller: StepController = FixedStep(0.25),  # noqa: B008
+        controller: StepController | None = None,
         gradient: GradientMethod = MALI(),  # noqa: B008
         all_outputs: bool = False,
         buffers: str = "update",
     ):
+        controller = controller or default_controller(solver, on_outputs=control.jumps)
         super().__init__(solver, controller, gradient, buffers)
         self.func, self.initial, self.control, self.all_outputs = func, initial, control, all_outputs
 

@@ -19,7 +19,7 @@ class Structure:
 
     @staticmethod
     def of(tree: Any) -> Structure:
-        return LEAF if type(tree) is Tensor else Structure(tree_structure(tree))
+        return LEAF if isinstance(tree, Tensor) else Structure(tree_structure(tree))
 
     def flatten(self, tree: Any) -> tuple:
         """Return the leaves of a tree of this structure, dicts in this structure's order; raise ValueError for another.

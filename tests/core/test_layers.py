@@ -126,9 +126,9 @@ def test_imports_go_in_one_direction(path: Path):
 @pytest.mark.parametrize("path", SOURCES, ids=module)
 def test_the_core_needs_torch_and_the_standard_library_alone(path: Path):
     standard = {
-        "__future__", "abc", "argparse", "bisect", "collections", "contextlib", "copy", "dataclasses", "functools",
-        "gc", "html", "importlib", "inspect", "itertools", "math", "operator", "pathlib", "re", "runpy", "struct",
-        "sys", "textwrap", "threading", "time", "types", "typing", "warnings", "weakref",
+        "__future__", "abc", "argparse", "bisect", "collections", "contextlib", "copy", "ctypes", "dataclasses",
+        "functools", "gc", "html", "importlib", "inspect", "itertools", "math", "operator", "pathlib", "re", "runpy",
+        "struct", "sys", "textwrap", "threading", "time", "types", "typing", "warnings", "weakref",
     }  # fmt: skip
     standard |= {"os"} if module(path) == "_torch" else set()
     for name in imports(path):

@@ -15,7 +15,7 @@ solve is made again with all care.
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -26,7 +26,7 @@ class Behaviour(NamedTuple):
     """What the first evaluations of a function showed, where it needs no care."""
 
     eps: float  # rounding of the coarsest floating-point type in which it computes
-    operations: list[Any]
+    operations: Sequence[Any]
     keeps_bits: bool | None = None  # whether it returns the same bits with and without a graph; None: not looked at
 
 

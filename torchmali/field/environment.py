@@ -122,6 +122,15 @@ class Environment:
     type in which it computes; before the first evaluation, the one that is given.
     """
 
+    mode: Redirected | None = None  # under which each evaluation runs
+    operations: Sequence[Any] = ()  # of the first evaluation
+    lent: Sequence[tuple[Buffer, Tensor]] = ()  # frozen ones that f changes: it works on copies of these values
+    changing: Sequence[Changeable] = ()  # by f, in their places
+    at_first: Sequence[Value] | None = None  # what they were in the beginning
+    late: Sequence[Changeable] = ()  # among the others: changed in the forward pass, not at the first evaluation
+    with_residuals: Sequence[tuple[Changeable, Value]] = ()  # during the first evaluation
+    others: Sequence[tuple[Changeable, Tensor | None, int | None]] = ()  # not changed by f, with their versions
+
     def __init__(
         self,
         modules: Sequence[nn.Module],
@@ -135,31 +144,14 @@ class Environment:
             raise InvalidOptionError(
                 f'buffers={buffers!r}: "update" (by each evaluation of an accepted step) or "freeze".'
             )
-        kinds = map(type, modules)
-        sharded = [kind.__name__ for kind in kinds if any(base.__name__ == "FSDPModule" for base in kind.__mro__)]
-        if sharded:
-            raise InvalidFieldError(
-                f"{', '.join(sharded)} in f is sharded: its parameters are whole only while it runs, and the solve "
-                "could not differentiate by them. Apply fully_shard to a module around the solve instead (an "
-                "ODEBlock)."
-            )
+        _raise_for_sharded(modules)
         self.modules, self.device, self.freezes = modules, device, buffers == "freeze"
         self.eps = self.eps_of_state = eps  # until the first evaluation shows a coarser one
-        self.loose = [Loose(weakref.ref(x)) for x in loose if _is_plain(x)]
+        self.loose = [Loose(weakref.ref(x)) for x in loose if _is_plain(x)] if loose else ()
         self.is_cast = torch.is_autocast_enabled(device.type)
         self.dtype, self.caches = torch.get_autocast_dtype(device.type), torch.is_autocast_cache_enabled()
         self.source = source or Source()
         self.random = Draws(self.source)
-        self.mode: Redirected | None = None  # under which each evaluation runs
-        self.operations: list[Any] = []  # of the first evaluation
-        self.lent: list[tuple[Buffer, Tensor]] = []  # frozen ones that f changes: it works on copies of these values
-        self.changing: list[Changeable] = []  # by f, in their places
-        self.at_first: list[Value] | None = None  # what they were in the beginning
-        self.late: list[
-            Changeable
-        ] = []  # among the others: changed in the forward pass, but not at the first evaluation
-        self.with_residuals: list[tuple[Changeable, Value]] = []  # during the first evaluation
-        self.others: list[tuple[Changeable, Tensor | None, int | None]] = []  # not changed by f, with their versions
 
     @property
     def coarseness(self) -> float:
@@ -208,24 +200,25 @@ class Environment:
             _restore_changed(self.with_residuals)
             raise
         finally:
-            self.with_residuals = []
+            self.with_residuals = ()
             _take_back(lent)
         self.random.advance()
         self.eps, self.operations = mode.eps, mode.operations
         if self.draws or (self.source.is_fresh and self.source.given is not None):
             self.mode = Redirected(self.random)
-        self.lent, self.changing, self.at_first, self.others, large = [], [], [], [], []
+        lent_later, changing, at_first, others, large = [], [], [], [], []
         for (x, value), is_still in zip(with_residuals, are_still, strict=True):
             if is_still:
                 # A loose tensor is not kept alive for the sake of this comparison.
-                self.others.append((x, value.tensor if isinstance(x, Buffer) else None, value.version))
+                others.append((x, value.tensor if isinstance(x, Buffer) else None, value.version))
             elif isinstance(x, Buffer) and (twin := twins.get(id(value.tensor))) is not None and twin.copy is not None:
-                self.lent.append((x, twin.copy))
+                lent_later.append((x, twin.copy))
             elif value.copy is not None:
-                self.changing.append(x)
-                self.at_first.append(value)
+                changing.append(x)
+                at_first.append(value)
             elif isinstance(x, Buffer):
                 large.append(str(x))
+        self.lent, self.changing, self.at_first, self.others = lent_later, changing, at_first, others
         if large:
             raise NonRepeatableFieldError(
                 f"f changes {', '.join(large)}, which cannot be undone: a buffer of more than {LARGE:,} bytes, or one "
@@ -233,16 +226,16 @@ class Environment:
             )
         self.modes = [m.training for m in self.modules]
         if self.freezes:
-            self.restore(self.at_first)
+            self.restore(at_first)
 
     @property
     def is_simple(self) -> bool:
         """Whether there is nothing that evaluations could change or depend on beside modes and random numbers."""
         return not (self.is_cast or self.loose or self.source.is_fresh or any(map(buffers_of, self.modules)))
 
-    def assume(self, eps: float, operations: list[Any]) -> None:
+    def assume(self, eps: float, operations: Sequence[Any]) -> None:
         """Do without a look at the first evaluation: it is known to need no care. eps, operations: what it showed."""
-        self.eps, self.operations, self.at_first = eps, operations, []
+        self.eps, self.operations, self.at_first = eps, operations, ()
         self.modes = [m.training for m in self.modules]
 
     def try_again(self, mark: Mark) -> None:
@@ -352,6 +345,16 @@ def in_forward_pass(environments: Sequence[Environment], run: Callable[[], R]) -
     for environment in environments:
         environment.end_forward()
     return result
+
+
+def _raise_for_sharded(modules: Sequence[nn.Module]) -> None:
+    kinds = map(type, modules)
+    sharded = [kind.__name__ for kind in kinds if any(base.__name__ == "FSDPModule" for base in kind.__mro__)]
+    if sharded:
+        raise InvalidFieldError(
+            f"{', '.join(sharded)} in f is sharded: its parameters are whole only while it runs, and the solve "
+            "could not differentiate by them. Apply fully_shard to a module around the solve instead (an ODEBlock)."
+        )
 
 
 def _has_changed(x: Tensor | None, then: Tensor | None, version: int | None) -> bool:

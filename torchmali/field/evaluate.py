@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence, Set
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchmali._torch import is_of_freed_graph, lacks_graph, lend_parameter, n_changes, parameters_of, run_backward
 from torchmali.copies import copied
@@ -21,8 +22,8 @@ from torchmali.field.hooks import silence_hooks
 from torchmali.field.parameters import search_of
 from torchmali.field.randomness import Operations, Source
 from torchmali.jumps import Jumps
-from torchmali.state.vectors import Leaves, Tensors, Time
-from torchmali.tree import Structure
+from torchmali.state.vectors import Leaves, Tensors, Time, eps_of
+from torchmali.tree import LEAF, Structure
 
 F = TypeVar("F", bound="Field")
 
@@ -37,6 +38,15 @@ class Field:
 
     called = "f"
     remedy = "Pass it through args=(...), or list it in params=[...]."
+
+    first_time: Tensor | None = None  # during the first evaluation: it is within the limits of the jumps
+    wants_t = False
+    returned: Sequence[tuple[weakref.ref, int | None]] = ()  # by the first evaluation, and their versions
+    needs_care, needs_graph, n_careful = True, False, 0  # as the first evaluations show
+    n_evals = n_vjps = 0
+    fingerprint: list[Tensor] | None = None  # of its first value
+    key: Hashable = None  # under which its behaviour is remembered; None: it is not
+    behaviour: Behaviour | None = None  # as remembered from an earlier solve
 
     def __init__(
         self,
@@ -53,45 +63,39 @@ class Field:
         jumps: Jumps | None = None,
     ):
         self.func = self.original = func
-        self.structure = structure
+        self.structure, self.is_leaf = structure, structure is LEAF
+        self.form = form = form_of(tuple([(z.shape, z.dtype, z.device) for z in z0]))
+        self.signature, self.device = form.signature, form.device
+        self.zero = _zero(form.t_dtype, form.device)
         self.arguments = Arguments(args) if args else NO_ARGUMENTS
-        rest = tuple(x for x in self.arguments.leaves if not isinstance(x, Tensor))
+        self.args = self.arguments.args
+        rest = tuple([x for x in self.arguments.leaves if not isinstance(x, Tensor)]) if args else ()
         search = search_of((func, rest) if rest else func)
-        found, modules = list(search.found.values()), list(search.modules.values())
+        modules = list(search.modules.values())
         loose = [*search.loose.values(), *self.arguments.fixed]
-        found = found if params is None else _listed(params)
-        theta, self.behind = _independent(found) if found else ([], set())
-        self.args, self.is_leaf = self.arguments.args, structure.spec.is_leaf()
+        theta = self._set_theta(search.found.values() if params is None else _listed(params), modules)
+        self.jumps = jumps
+        self.environment = Environment(modules, form.device, buffers, source, loose, form.eps)
+        self.looks_for_leaves = looks_for_leaves  # warn, once, of leaves that would get no gradient
+        self.keeps_first_value = keeps_first_value  # a few numbers of it, for `is_as_first`
+        self.told: set[int] = set()  # of these
+        # In inference mode some operations take other kernels when they are looked at.
+        if remembers and not (args or torch.is_inference_mode_enabled()) and self.environment.is_simple:
+            modes = tuple([(id(m), m.training) for m in modules])
+            found = form, tuple([id(p) for p in theta])
+            self.key = modes, found, looks_for_leaves, torch.is_grad_enabled()
+            self.behaviour = recall(func, self.key)
+
+    def _set_theta(self, found: Iterable[Tensor], modules: Sequence[nn.Module]) -> Sequence[Tensor]:
+        """Set what f depends on, and where modules hold it; return the parameters."""
+        theta, self.behind = _independent(found) if found else ((), frozenset())
         self.theta = [*self.arguments.moving, *theta]
         self.originals = [weakref.ref(p) for p in theta]  # saved ones may come back as other objects
         places = {id(p): i for i, p in enumerate(theta)}
         self.held = [
             (m, name, places[id(p)]) for m in modules for name, p in parameters_of(m).items() if id(p) in places
         ]
-        self.signature = [(z.shape, z.dtype) for z in z0]
-        self.device = z0[0].device
-        self.t_dtype = time_dtype(z0)
-        self.jumps = jumps
-        self.first_time: Tensor | None = None  # during the first evaluation: it is within the limits of the jumps
-        self.zero = torch.zeros((), dtype=self.t_dtype, device=self.device)
-        self.wants_t = False
-        eps = max(torch.finfo(z.dtype).eps for z in z0)
-        self.environment = Environment(modules, self.device, buffers, source, loose, eps)
-        self.looks_for_leaves = looks_for_leaves  # warn, once, of leaves that would get no gradient
-        self.keeps_first_value = keeps_first_value  # a few numbers of it, for `is_as_first`
-        self.told: set[int] = set()  # of these
-        self.returned: list[tuple[weakref.ref, int | None]] = []  # by the first evaluation, and their versions
-        self.needs_care, self.needs_graph, self.n_careful = True, False, 0  # as the first evaluations show
-        self.n_evals = self.n_vjps = 0
-        self.fingerprint: list[Tensor] | None = None  # of its first value
-        self.key: Hashable = None  # under which its behaviour is remembered; None: it is not
-        self.behaviour: Behaviour | None = None  # as remembered from an earlier solve
-        # In inference mode some operations take other kernels when they are looked at.
-        if remembers and not (args or torch.is_inference_mode_enabled()) and self.environment.is_simple:
-            modes = tuple([(id(m), m.training) for m in modules])
-            state = tuple(self.signature), self.device, tuple([id(p) for p in theta])
-            self.key = modes, state, looks_for_leaves, torch.is_grad_enabled()
-            self.behaviour = recall(func, self.key)
+        return theta
 
     @property
     def fixed(self) -> list[Tensor]:
@@ -140,7 +144,7 @@ class Field:
     def scalar(self, x: Time) -> Tensor:
         """A number as a 0-d tensor of the dtype and on the device of the times."""
         if isinstance(x, Tensor):
-            return x.to(self.device, self.t_dtype)
+            return x.to(self.device, self.form.t_dtype)
         return self.zero.new_full((), x)  # no host-device wait, and cheaper than torch.full
 
     def __call__(self, t: Time, z: Tensors) -> Tensors:
@@ -199,7 +203,7 @@ class Field:
         is_kept = all((x := there()) is None or n_changes(x) == version for there, version in self.returned)
         if not is_kept:
             raise InvalidFieldError(f"{self.called} overwrites what it returned before: let it return a new tensor.")
-        self.returned = []  # later the solver may work on them itself
+        self.returned = ()  # later the solver may work on them itself
         return u
 
     def _note_first_value(self, u: Tensors) -> None:
@@ -450,7 +454,7 @@ def _listed(params: Iterable[Tensor]) -> list[Tensor]:
     return found
 
 
-def _independent(tensors: list[Tensor]) -> tuple[list[Tensor], set[int]]:
+def _independent(tensors: Iterable[Tensor]) -> tuple[Sequence[Tensor], Set[int]]:
     """Those that require a gradient and are not behind another one; and the ids of the leaves that are behind one.
 
     What another one is computed from gets its gradient through that one, outside: here it would be counted twice.
@@ -465,9 +469,43 @@ def _independent(tensors: list[Tensor]) -> tuple[list[Tensor], set[int]]:
     return [p for p in unique.values() if id(p) not in leaves and p.grad_fn not in nodes], leaves
 
 
+class StateForm(NamedTuple):
+    """Everything about a state that a field depends on, beside its values."""
+
+    signature: tuple[tuple[torch.Size, torch.dtype], ...]
+    device: torch.device
+    t_dtype: torch.dtype
+    eps: float  # of the leaf with the fewest digits
+
+
+@functools.lru_cache(maxsize=1000)
+def form_of(kinds: tuple[tuple[torch.Size, torch.dtype, torch.device], ...]) -> StateForm:
+    """The form of a state whose leaves have these shapes, dtypes and devices."""
+    dtypes = [dtype for _, dtype, _ in kinds]
+    signature = tuple([(shape, dtype) for shape, dtype, _ in kinds])
+    return StateForm(signature, kinds[0][2], _finest(dtypes), max(map(eps_of, dtypes)))
+
+
+_zeros: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+
+
+def _zero(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A 0-d tensor from which others are made. It is made once, unless some mode makes other kinds of tensors."""
+    found = _zeros.get((dtype, device))
+    if found is None:
+        found = torch.zeros((), dtype=dtype, device=device)
+        if type(found) is Tensor:
+            _zeros[dtype, device] = found
+    return found
+
+
+def _finest(dtypes: Iterable[torch.dtype]) -> torch.dtype:
+    return max(dtypes, key=lambda dtype: dtype.itemsize)
+
+
 def time_dtype(z: Tensors) -> torch.dtype:
     """The dtype in which f receives t beside a state z: that of the leaf with the most digits."""
-    return max((x.dtype for x in z), key=lambda dtype: dtype.itemsize)
+    return _finest([x.dtype for x in z])
 
 
 class Recorded(NamedTuple):

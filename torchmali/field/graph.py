@@ -16,6 +16,8 @@ def forgotten_leaves(u: Leaves, known: Sequence[Tensor]) -> list[Tensor]:
     followed = [x for x in known if x.requires_grad]
     ids = {id(x) for x in followed}
     unknown = [x for x in u if x.requires_grad and id(x) not in ids]
+    if not unknown:
+        return []
     found = [x for x in unknown if x.grad_fn is None]
     nodes = [x.grad_fn for x in unknown if x.grad_fn is not None]
     found += _leaves_behind(nodes, {x.grad_fn for x in followed if x.grad_fn is not None})

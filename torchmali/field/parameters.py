@@ -27,15 +27,22 @@ def search_of(root: Any) -> Search:
     of other callables and of objects whose methods are bound.
     """
     search = Search()
-    search.look(root, True)
+    if not _holds_nothing(root):
+        search.look(root, True)
     return search
 
 
+def _holds_nothing(x: Any) -> bool:
+    """Whether x is a function that can only work on its arguments."""
+    is_plain = type(x) is types.FunctionType and not (x.__closure__ or x.__defaults__ or x.__kwdefaults__)
+    return is_plain and not _names_in(x.__code__)
+
+
 @functools.lru_cache(maxsize=1000)
-def _names_in(code: types.CodeType) -> list[str]:
+def _names_in(code: types.CodeType) -> tuple[str, ...]:
     """The names of globals and attributes in a code, and in the code of inner functions and comprehensions."""
     inner = [const for const in code.co_consts if isinstance(const, types.CodeType)]
-    return [*code.co_names, *(name for part in inner for name in _names_in(part))]
+    return (*code.co_names, *(name for part in inner for name in _names_in(part)))
 
 
 class Search:

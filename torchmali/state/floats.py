@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torchmali._torch import foreach_lerp, foreach_lerp_
+from torchmali._torch import foreach_abs, foreach_abs_, foreach_lerp, foreach_lerp_, foreach_sub
 from torchmali.state.base import Deviation, RewindableState, Snapshot
 from torchmali.state.vectors import Tensors, add_, added, rows
 
@@ -93,17 +93,16 @@ class Floats(RewindableState):
 
         It has sums in place of the larger of two: (a + b) / 2 <= max(a, b) <= a + b.
         """
-        worst = [self._sum_of_off(truth, i, span).amax() for i in leaves]
-        most = worst[0].item() if len(worst) == 1 else max(torch.stack([x.to(worst[0]) for x in worst]).tolist())
-        return 2 * most if self.slope else most
-
-    def _sum_of_off(self, truth: Floats, i: int, span: float) -> Tensor:
-        """The relative deviation of each component of leaf i, with sums of what z and v have in place of the larger."""
-        off, size = (self.point[i] - truth.point[i]).abs_(), truth.point[i].abs()
+        n = len(leaves)
+        mine, true = ([parts[i] for parts in (x.point, x.slope) if parts for i in leaves] for x in (self, truth))
+        off, size = foreach_sub(mine, true), foreach_abs(true)
+        foreach_abs_(off)
         if self.slope:
-            off.add_((self.slope[i] - truth.slope[i]).abs_(), alpha=span)
-            size.add_(truth.slope[i].abs(), alpha=span)
-        return off.div_(size)
+            add_(off[:n], off[n:], span)
+            add_(size[:n], size[n:], span)
+        worst = [x.div_(y).amax() for x, y in zip(off[:n], size[:n], strict=True)]
+        most = worst[0].item() if n == 1 else max(torch.stack([x.to(worst[0]) for x in worst]).tolist())
+        return 2 * most if self.slope else most
 
     def _size(self, i: int, span: float) -> Tensor:
         """The scale of each component of leaf i."""

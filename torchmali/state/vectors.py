@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any, TypeAlias
@@ -74,6 +75,12 @@ def scale_(x: Leaves, factor: float) -> None:
         foreach_neg_(x)
     else:
         foreach_mul_(x, factor)
+
+
+@functools.cache
+def eps_of(dtype: torch.dtype) -> float:
+    """The distance of 1 to the next number of a dtype."""
+    return torch.finfo(dtype).eps
 
 
 def rows(x: Tensor) -> Tensor:

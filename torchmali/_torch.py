@@ -58,7 +58,6 @@ def _each(operation: Callable) -> Callable[..., Any]:
 
 
 foreach_abs = _found(torch, "_foreach_abs", _each(torch.abs))
-foreach_abs_ = _found(torch, "_foreach_abs_", _each(Tensor.abs_))
 foreach_add = _found(torch, "_foreach_add", _each(torch.add))
 foreach_add_ = _found(torch, "_foreach_add_", _each(Tensor.add_))
 foreach_div = _found(torch, "_foreach_div", _each(torch.div))

@@ -188,6 +188,13 @@ def _n_steps(span: float, size: float) -> int:
     return max(1, math.ceil(span / size - 1e-3))  # output times are often rounded to float32
 
 
+def fixed_times(start: Time, end: Time, size: float) -> list[Time]:
+    """Return the times at which steps of a size end, from start to end; the last one is shortened to end there."""
+    span = number(end - start)
+    h = math.copysign(size, span)
+    return [*[start + i * h for i in range(1, _n_steps(abs(span), size))], end]
+
+
 class FixedStepState(ControllerState):
     """State of `FixedStep` in one solve."""
 
@@ -195,15 +202,14 @@ class FixedStepState(ControllerState):
         super().__init__(start)
         self.size = size
         self.target: Time | None = None
+        self.times: Sequence[Time] = ()  # at which steps end, up to the target
+        self.i = 0  # of the next one
 
     def next_time(self, t: Time, target: Time) -> Time:
         if target is not self.target:
-            span = number(target - t)
-            self.target, self.start, self.i = target, t, 0
-            self.n = _n_steps(abs(span), self.size)
-            self.h = math.copysign(self.size, span)
+            self.target, self.times, self.i = target, fixed_times(t, target, self.size), 0
         self.i += 1
-        return target if self.i == self.n else self.start + self.i * self.h
+        return self.times[self.i - 1]
 
 
 @dataclass(frozen=True, repr=False)

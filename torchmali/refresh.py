@@ -100,13 +100,9 @@ class Refresher:
         widest = max((x.dtype for x in found), key=lambda dtype: dtype.itemsize)
         return found[0] if len(found) == 1 else torch.stack([x.to(z[0].device, widest) for x in found]).amin()
 
-    def after_steps(self, n: int) -> None:
-        """Take note of accepted steps whose residuals come with those of a later one."""
+    def after_steps(self, n: int, residuals: Sequence[Tensors]) -> None:
+        """Take note of accepted steps, and of the residuals of the last of them."""
         self.n_steps += n
-
-    def after_step(self, residuals: Residuals) -> None:
-        """Take note of an accepted step."""
-        self.n_steps += 1
         if residuals:
             self.values = [*self.values, *residuals][1 - N_VALUES :]
 

@@ -41,8 +41,7 @@ class Stats:
 
     def count(self, **counts: Any) -> None:
         """Fill in counts, by name."""
-        for name, value in counts.items():
-            setattr(self, name, value)
+        vars(self).update(counts)
 
 
 class Solution(NamedTuple):

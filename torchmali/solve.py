@@ -6,7 +6,6 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple, NoReturn, ParamSpec, TypeVar
 
@@ -153,18 +152,14 @@ def solve(
     and what the gradient method keeps besides. Gradients of solution(t) flow wherever those of y do, and to the t that
     it is given, with gradient=ACA() and Naive(). Other methods give values only, where no gradient is wanted.
     """
-    _check_parts(solver, controller, gradient)
-    _check_outputs(outputs, observe)
-    _check_event(event, on_no_event, solver, outputs, dense)
-    _check_dense(dense, solver, outputs, observe)
-    gradient.check(solver, controller)
-    if return_code and not gradient.on_integers:
-        raise IncompatibleError(
-            f"return_code=True needs a solve on integers: gradient=MALI(exact=True), not {gradient}."
-        )
+    _check_parts(solver, controller, gradient, return_code)
+    if not (outputs is None and event is None and on_no_event == "raise" and not dense):
+        _check_outputs(outputs, observe)
+        _check_event(event, on_no_event, solver, outputs, dense)
+        _check_dense(dense, solver, outputs, observe)
     source = _source(generator, randomness, gradient)
     structure = Structure.of(y0)
-    z0 = _checked_state(tuple(_dense(_uncast(z)) for z in structure.flatten(y0)))
+    z0 = _checked_state(structure.flatten(y0))
     controller = controller.bind(structure)
     _warn_of_tolerance(controller, z0)
     no_jumps = isinstance(jumps, tuple) and not jumps
@@ -206,7 +201,7 @@ def solve(
             raise
         # f has changed since its behaviour was remembered: it is looked at again.
         outputs = outputs.again()
-        results, stats, done = gradient.solve(replace(problem, field=make_field(jumps=found), outputs=outputs))
+        results, stats, done = gradient.solve(problem._replace(field=make_field(jumps=found), outputs=outputs))
     y, observed = outputs.solution(results)
     y = y if own is None or observe is not None else own.masked(y)
     code = Code.of(done.state, done.tape, solver, structure, args, found) if return_code else None
@@ -215,7 +210,7 @@ def solve(
     return _with_event(solution, outputs, results, on_no_event)
 
 
-def _check_parts(solver: Any, controller: Any, gradient: Any) -> None:
+def _check_parts(solver: Any, controller: Any, gradient: Any, return_code: bool) -> None:
     for name, value, base in (
         ("solver", solver, Solver),
         ("controller", controller, StepController),
@@ -226,6 +221,11 @@ def _check_parts(solver: Any, controller: Any, gradient: Any) -> None:
                 f"{name}={value!r} is not a {base.__name__}: give an object such as solver=ALF(), "
                 "controller=FixedStep(0.1), gradient=MALI(). (Names as strings are understood by odeint.)"
             )
+    gradient.check(solver, controller)
+    if return_code and not gradient.on_integers:
+        raise IncompatibleError(
+            f"return_code=True needs a solve on integers: gradient=MALI(exact=True), not {gradient}."
+        )
 
 
 def _check_event(event: Any, on_no_event: str, solver: Solver, outputs: Any, dense: bool) -> None:
@@ -419,6 +419,11 @@ def _source(generator: Any, randomness: Any, gradient: GradientMethod) -> Source
     return Source(generator, is_fresh=randomness == "different")
 
 
+def _is_usual(z: Any) -> bool:
+    """Whether a leaf of y0 can be used as it is, as most can."""
+    return isinstance(z, Tensor) and z.dtype in (torch.float32, torch.float64) and z.is_contiguous()
+
+
 def _uncast(z: Any) -> Any:
     """Under autocast the layer before may have made y0 a bfloat16: the state is a float32 all the same."""
     is_low = isinstance(z, Tensor) and z.dtype in (torch.bfloat16, torch.float16)
@@ -435,7 +440,11 @@ def _dense(z: Any) -> Any:
     return z.clone()
 
 
-def _checked_state(z0: tuple) -> Tensors:
+def _checked_state(leaves: tuple) -> Tensors:
+    """The leaves of y0, in a form that a solve can use."""
+    if leaves and all([_is_usual(z) for z in leaves]):
+        return leaves
+    z0 = tuple([_dense(_uncast(z)) for z in leaves])
     if not z0:
         raise InvalidStateError("y0 has no leaves: give at least one tensor.")
     for i, z in enumerate(z0):
@@ -468,7 +477,7 @@ def _warn_of_tolerance(controller: StepController, z0: Tensors) -> None:
 
 
 def _warn_of_times(times: list[float], z0: Tensors) -> None:
-    eps, largest = min([eps_of(z.dtype) for z in z0]), max(abs(times[0]), abs(times[-1]))
+    eps, largest = eps_of(time_dtype(z0)), max(abs(times[0]), abs(times[-1]))
     if abs(times[-1] - times[0]) < 100 * eps * largest:
         warn(
             f"t goes from {times[0]:.10g} to {times[-1]:.10g}, but f sees it in the precision of y, which tells times "

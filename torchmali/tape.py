@@ -118,6 +118,11 @@ class Tape:
         if self.at_most is not None and len(self.checkpoints) > self.at_most:
             self._thin_out()
 
+    def add_steps(self, steps: Sequence[Step]) -> None:
+        """Record steps before which no state is kept."""
+        self.events += steps
+        self.n_steps += len(steps)
+
     def record_output(self, k: int) -> None:
         self.events.append(Output(k))
 

@@ -28,6 +28,7 @@ class Behaviour(NamedTuple):
     eps: float  # rounding of the coarsest floating-point type in which it computes
     operations: Sequence[Any]
     keeps_bits: bool | None = None  # whether it returns the same bits with and without a graph; None: not looked at
+    is_calm: bool = True  # no solve in fixed steps has seen f - v alternate, or the like
 
 
 _behaviours: WeakKeyDictionary[Any, dict[Hashable, Behaviour]] = WeakKeyDictionary()

@@ -122,6 +122,8 @@ class Environment:
     type in which it computes; before the first evaluation, the one that is given.
     """
 
+    dtype: torch.dtype | None = None  # of autocast, where it is on
+    caches: bool = True  # autocast keeps the casts of weights
     mode: Redirected | None = None  # under which each evaluation runs
     operations: Sequence[Any] = ()  # of the first evaluation
     lent: Sequence[tuple[Buffer, Tensor]] = ()  # frozen ones that f changes: it works on copies of these values
@@ -144,12 +146,14 @@ class Environment:
             raise InvalidOptionError(
                 f'buffers={buffers!r}: "update" (by each evaluation of an accepted step) or "freeze".'
             )
-        _raise_for_sharded(modules)
+        if modules:
+            _raise_for_sharded(modules)
         self.modules, self.device, self.freezes = modules, device, buffers == "freeze"
         self.eps = self.eps_of_state = eps  # until the first evaluation shows a coarser one
         self.loose = [Loose(weakref.ref(x)) for x in loose if _is_plain(x)] if loose else ()
         self.is_cast = torch.is_autocast_enabled(device.type)
-        self.dtype, self.caches = torch.get_autocast_dtype(device.type), torch.is_autocast_cache_enabled()
+        if self.is_cast:
+            self.dtype, self.caches = torch.get_autocast_dtype(device.type), torch.is_autocast_cache_enabled()
         self.source = source or Source()
         self.random = Draws(self.source)
 
@@ -301,6 +305,8 @@ class Environment:
 
     def changes(self) -> str:
         """What is not as it was at the first evaluation, in words."""
+        if not (self.modules or self.others):
+            return ""
         modes = {type(m).__name__ for m, mode in zip(self.modules, self.modes, strict=True) if m.training != mode}
         now = [(x, x.tensor, version) for x, _, version in self.others]
         buffers = [str(x) for x, tensor, version in now if tensor is not None and version_of(tensor) != version]

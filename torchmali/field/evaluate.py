@@ -228,6 +228,17 @@ class Field:
         self._note_first_value(u)
         return u
 
+    def is_plain(self) -> bool:
+        """Whether f is known to need no care, and to be calm in fixed steps."""
+        known = self.behaviour
+        return known is not None and known.is_calm and self.jumps is None and known.eps <= self.environment.eps_of_state
+
+    def is_restless(self: F) -> F:
+        """Remember that f is not calm in fixed steps; return it as it was before its first evaluation."""
+        if self.behaviour is not None and self.key is not None:
+            remember(self.original, self.key, self.behaviour._replace(is_calm=False))
+        return copied(self, needs_care=True, n_careful=0, n_evals=0)
+
     def was_misjudged(self, error: Exception) -> bool:
         """Whether an error of a solve may be due to a behaviour of f that was remembered, and is now forgotten."""
         if self.behaviour is None:

@@ -26,9 +26,10 @@ def search_of(root: Any) -> Search:
     Looks into modules, bound methods, partials, closures, globals that the code names, containers, and the attributes
     of other callables and of objects whose methods are bound.
     """
+    if _holds_nothing(root):
+        return NOTHING
     search = Search()
-    if not _holds_nothing(root):
-        search.look(root, True)
+    search.look(root, True)
     return search
 
 
@@ -119,3 +120,6 @@ class Search:
         if isinstance(x, (dict, list, tuple)) and len(x) <= MANY:
             tensors = [y for y in (x.values() if isinstance(x, dict) else x) if isinstance(y, Tensor)]
             self.loose.update((id(y), y) for y in tensors if not y.requires_grad)
+
+
+NOTHING = Search()  # found: nobody writes to it

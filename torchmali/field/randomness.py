@@ -282,8 +282,7 @@ def _frames() -> Iterator[Any]:
 
 def _innermost() -> Redirected | None:
     """The mode of the evaluation in which this thread is."""
-    modes = [mode for mode in dispatch_modes() if isinstance(mode, Redirected)]
-    return modes[-1] if modes else None
+    return next((mode for mode in reversed(dispatch_modes()) if isinstance(mode, Redirected)), None)
 
 
 _rules: dict[Any, Rule | None] = {}  # of the operations seen so far

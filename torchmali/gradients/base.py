@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -20,7 +20,7 @@ from torchmali.integrate import integrate
 from torchmali.loop.base import Integration
 from torchmali.outputs.base import Outputs
 from torchmali.solution import Stats
-from torchmali.solvers.base import Slope, Solver
+from torchmali.solvers.base import Solver
 from torchmali.solvers.leapfrog import Leapfrog
 from torchmali.state.fixed_point import FixedPointArithmetic
 from torchmali.state.floats import Floats
@@ -28,8 +28,7 @@ from torchmali.state.vectors import Tensors
 from torchmali.tape import Tape
 
 
-@dataclass(frozen=True)
-class Problem:
+class Problem(NamedTuple):
     """A checked call of `solve`, on leaves."""
 
     field: Field
@@ -63,8 +62,10 @@ class Problem:
     @property
     def wants_gradient(self) -> bool:
         # Forward-mode tangents count too: autograd then says that there is no rule for them, instead of giving zero.
+        if not torch.is_grad_enabled():
+            return False
         inputs = [x for x in self.inputs if x is not None]
-        return torch.is_grad_enabled() and any(x.requires_grad or has_tangent(x) for x in inputs)
+        return any([x.requires_grad for x in inputs]) or any([has_tangent(x) for x in inputs])
 
 
 class Solved(NamedTuple):
@@ -75,48 +76,66 @@ class Solved(NamedTuple):
     integration: Integration
 
 
-def solve_forward(problem: Problem, z0: Tensors, times: Any, **how: Any) -> Solved:
-    """Solve a problem from z0 in the grad mode that is on. how: options of `integrate`."""
-    field, outputs, stats = problem.field, problem.outputs, Stats()
+def solve_forward(
+    problem: Problem,
+    z0: Tensors,
+    times: Sequence[Any],
+    arithmetic: Any = Floats,
+    tape: Tape | None = None,
+    through_search: bool = False,
+) -> Solved:
+    """Solve a problem from z0 in the grad mode that is on. arithmetic, tape, through_search: see `integrate`."""
+    field, outputs = problem.field, problem.outputs
     # If bits count, f has to return those of the backward pass.
-    is_exact = isinstance(how.get("arithmetic"), FixedPointArithmetic)
-    f = field.with_bits_of_backward() if is_exact else field
-    field.environment.source.begin(field.device)
-    how["side_effects"], how["jumps"] = field.environment, field.jumps
-    environments = [function.environment for function in (field, *outputs.functions)]
-    done = in_forward_pass(
-        environments, lambda: integrate(f, z0, times, problem.solver, problem.controller, outputs, **how)
-    )
-    done.count(stats)
-    stats.count(n_evals_forward=field.n_evals)
-    _raise_for_late_draws(problem, f, z0, times, how)
+    f = field.with_bits_of_backward() if isinstance(arithmetic, FixedPointArithmetic) else field
+    solver, controller, jumps = problem.solver, problem.controller, field.jumps
+    effects: Any = field.environment
+
+    def run(outputs: Outputs, tape: Tape | None) -> Integration:
+        return integrate(
+            f,
+            z0,
+            times,
+            solver,
+            controller,
+            outputs,
+            arithmetic=arithmetic,
+            tape=tape,
+            side_effects=effects,
+            through_search=through_search,
+            jumps=jumps,
+        )
+
+    effects.source.begin(field.device)
+    environments = [effects, *[function.environment for function in outputs.functions]]
+    done = in_forward_pass(environments, lambda: run(outputs, tape))
+    stats = done.stats(field.n_evals)
+    _raise_for_late_draws(problem, lambda: run(outputs.again(), None))
     return Solved(outputs.results(), stats, done)
 
 
-def _raise_for_late_draws(problem: Problem, f: Slope, z0: Tensors, times: Any, how: dict[str, Any]) -> None:
+def _raise_for_late_draws(problem: Problem, repeat: Callable[[], Any]) -> None:
     """Raise if a function drew random numbers, but none in its first evaluation, after which nothing is redirected.
 
     If the default generators are where they were, none did. If they moved, it may have been another thread: the solve
     is repeated, and only that tells.
     """
-    field, outputs = problem.field, problem.outputs
-    source, functions = field.environment.source, (field, *outputs.functions)
+    source, functions = problem.field.environment.source, (problem.field, *problem.outputs.functions)
     suspects = [function for function in functions if not function.environment.draws]
     if source.is_fresh or not suspects or not source.look():
         return
-    how = {name: value for name, value in how.items() if name != "tape"}
     with ExitStack() as stack:
         for function in functions:
             stack.enter_context(function.refusing_draws())
         stack.enter_context(torch.no_grad())
-        integrate(f, z0, times, problem.solver, problem.controller, outputs.again(), **how)
+        repeat()
 
 
 def solve_without_graph(problem: Problem, arithmetic: Any = Floats, tape: Tape | None = None) -> Solved:
     """Solve a problem without a graph."""
     z0 = tuple([z.detach() for z in problem.z0])
     with torch.no_grad():
-        return solve_forward(problem, z0, problem.times, arithmetic=arithmetic, tape=tape)
+        return solve_forward(problem, z0, problem.times, arithmetic, tape)
 
 
 def through_function(function: Any, method: GradientMethod, problem: Problem) -> Solved:

@@ -12,6 +12,7 @@ import torch
 from torchmali.controllers import StepController
 from torchmali.errors import IncompatibleError, InvalidOptionError, warn
 from torchmali.gradients.base import Problem, Solved
+from torchmali.gradients.direct import NotDirectError, direct_schedule, solve_directly
 from torchmali.gradients.replay import LIMITS, BackwardPass, ReplayGradient
 from torchmali.solution import TELL_LIMIT, short_repr
 from torchmali.solvers.base import ReversibleSolver, Solver
@@ -111,6 +112,17 @@ class MALI(ReplayGradient):
     @property
     def reruns(self) -> bool:
         return self.checkpoint_every is not None and not self.exact
+
+    def solve(self, problem: Problem) -> Solved:
+        is_plain = self.memory is None and self.checkpoint_every in ("auto", None) and not self.exact
+        schedule = direct_schedule(problem) if is_plain else None
+        if schedule is None:
+            return super().solve(problem)
+        try:
+            return solve_directly(self, problem, schedule)
+        except NotDirectError:
+            field, outputs = problem.field.is_restless(), problem.outputs.again()
+            return super().solve(problem._replace(field=field, outputs=outputs))
 
     def tape(self, problem: Problem) -> Tape:
         longest = _longest(problem)

@@ -13,7 +13,8 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import accumulate as running_sums
+from itertools import pairwise
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -31,6 +32,7 @@ from torchmali.gradients.base import (
     through_function,
 )
 from torchmali.outputs.base import Outputs
+from torchmali.solution import Stats
 from torchmali.solvers.base import AugmentedSolver, InterpolatingSolver, RunningSolver, Solver, StepBack
 from torchmali.solvers.cotangent import Cotangent, accumulate
 from torchmali.solvers.interpolation import InnerOutputs
@@ -98,6 +100,20 @@ class ReplayGradient(GradientMethod):
         """Look at a finished backward pass."""
 
 
+class _Kept(NamedTuple):
+    """What a backward pass needs beside the tensors that autograd saves."""
+
+    method: ReplayGradient
+    field: Field
+    solver: Solver
+    outputs: Outputs
+    times: Sequence[Any]  # numbers
+    events: Sequence[Event]
+    stats: Stats
+    sizes: Sequence[int]  # numbers of saved tensors: t, z0, theta, those of the outputs, fixed ones, and snapshots
+    forms: Sequence[Any]  # of the snapshots
+
+
 class _Replay(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -105,47 +121,57 @@ class _Replay(torch.autograd.Function):
     ) -> Tensors:
         solved = method.solve_forward(problem, method.tape(problem))
         found.append(solved)
-        end, tape = solved.integration.state, solved.integration.tape
+        field, outputs, fixed = problem.field, problem.outputs, problem.field.fixed
+        end, tape, _ = solved.integration
         assert isinstance(end, RewindableState)
-        ctx.set_materialize_grads(False)
-        ctx.method, ctx.events, ctx.stats = method, tape.events, solved.stats
-        ctx.times, ctx.outputs = problem.outputs.times, problem.outputs.fresh()
-        ctx.field, ctx.solver = problem.field.without_tensors(), problem.solver
         snapshots = [end.snapshot(), *tape.kept]
-        ctx.forms = [(len(snapshot.tensors), snapshot.form) for snapshot in snapshots]
-        fixed = problem.field.fixed
-        ctx.sizes = 1, len(problem.z0), len(problem.field.theta), len(problem.outputs.theta), len(fixed)
-        ctx.save_for_backward(*inputs, *fixed, *(x for snapshot in snapshots for x in snapshot.tensors))
+        sizes = 1, len(problem.z0), len(field.theta), len(outputs.theta), len(fixed)
+        ctx.set_materialize_grads(False)
+        ctx.kept = _Kept(
+            method,
+            field.without_tensors(),
+            problem.solver,
+            outputs.fresh(),
+            outputs.times,
+            tape.events,
+            solved.stats,
+            [*sizes, *[len(snapshot.tensors) for snapshot in snapshots]],
+            [snapshot.form for snapshot in snapshots],
+        )
+        ctx.save_for_backward(*inputs, *fixed, *[x for snapshot in snapshots for x in snapshot.tensors])
         return solved.results
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        method: ReplayGradient = ctx.method
+        method, field, solver, outputs, times, events, stats, sizes, forms = ctx.kept
         refuse_double_backward(type(method).__name__)
-        saved = iter(ctx.saved_tensors)
-        t, z0, theta, observer, fixed = (tuple(islice(saved, size)) for size in ctx.sizes)
+        t, z0, theta, observer, fixed, *states = _split(ctx.saved_tensors, sizes)
         # Detached: an f that calls y.requires_grad_() leaves its mark.
-        end, *kept = (Snapshot(tuple(x.detach() for x in islice(saved, size)), form) for size, form in ctx.forms)
-        f = ctx.field.with_tensors(theta, fixed, wants_t=ctx.needs_input_grad[3])
-        cotangents = OutputCotangents(ctx.outputs.with_tensors(observer, f.wants_t), ctx.times, grads)
+        z0, *states = [tuple([x.detach() for x in leaves]) for leaves in (z0, *states)]
+        end, *kept = map(Snapshot, states, forms)
+        f = field.with_tensors(theta, fixed, wants_t=ctx.needs_input_grad[3])
+        cotangents = OutputCotangents(outputs.with_tensors(observer, f.wants_t), times, grads)
         state = method.state.restore(end)
-        z0 = tuple(z.detach() for z in z0)
-        passed = BackwardPass(f, ctx.solver, z0, cotangents, method.inverts, method.reruns)
-        start = ctx.times[0], z0
-        f.enter(ctx.times[0], ctx.times[-1])
+        passed = BackwardPass(f, solver, z0, cotangents, method.inverts, method.reruns)
+        f.enter(times[0], times[-1])
         # Gradients for f and the observer; nothing else here requires one.
-        with f.backward_pass(*start), cotangents.outputs.backward_pass(*start), torch.enable_grad():
-            _, a = passed.run(ctx.events, kept, state, passed.zero(state))
-        ctx.stats.count(n_evals_backward=f.n_evals, n_vjps=f.n_vjps, n_reruns=passed.n_reruns)
+        with f.backward_pass(times[0], z0), cotangents.outputs.backward_pass(times[0], z0), torch.enable_grad():
+            _, a = passed.run(events, kept, state, passed.zero(state))
+        stats.count(n_evals_backward=f.n_evals, n_vjps=f.n_vjps, n_reruns=passed.n_reruns)
         if method.inverts:
-            ctx.stats.count(reconstruction_error=passed.drift)
+            stats.count(reconstruction_error=passed.drift)
         method.judge_backward(passed)
-        a_t = torch.stack([f.scalar(x) for x in ctx.outputs.of_given_times(a.times)]).to(t[0]) if f.wants_t else None
+        a_t = torch.stack([f.scalar(x) for x in outputs.of_given_times(a.times)]).to(t[0]) if f.wants_t else None
         return (None, None, None, a_t, *a.sums, *a.observer)
 
 
-@dataclass(frozen=True)
-class OutputCotangents:
+def _split(x: Sequence[Tensor], sizes: Sequence[int]) -> list[Sequence[Tensor]]:
+    """Parts of these sizes."""
+    ends = [0, *running_sums(sizes)]
+    return [x[i:j] for i, j in pairwise(ends)]
+
+
+class OutputCotangents(NamedTuple):
     """Cotangents of the outputs, consumed from the last to the first."""
 
     outputs: Outputs

@@ -68,13 +68,14 @@ class Integration(NamedTuple):
     tape: Tape
     n_rejected: int
 
-    def count(self, stats: Stats) -> None:
-        """Fill in the counts of a forward pass."""
-        sizes = [number(abs(event.t1 - event.t0)) for event in self.tape.events if isinstance(event, Step)]
-        kinds = [type(event) for event in self.tape.events]
-        stats.count(
+    def stats(self, n_evals: int) -> Stats:
+        """The counts of a forward pass."""
+        steps = [event for event in self.tape.events if isinstance(event, Step)]
+        sizes, kinds = [number(abs(step.t1 - step.t0)) for step in steps], [*map(type, self.tape.events)]
+        return Stats(
             n_steps=self.tape.n_steps,
             n_rejected=self.n_rejected,
+            n_evals_forward=n_evals,
             n_checkpoints=len(self.tape.checkpoints),
             n_refreshes=kinds.count(Refresh),
             n_rescales=kinds.count(Rescale),
@@ -106,7 +107,7 @@ class Loop(Abstract):
         self.job, self.t = job, job.times[0]
         self.f, self.solver, self.tape, self.outputs = job.f, job.solver, job.tape, job.outputs
         self.side_effects, self.jumps = job.side_effects, job.jumps
-        self.is_adaptive = False
+        self.is_adaptive, self.n_steps = False, None  # the number of steps, if it is known in advance
         self.alternated_at_the_end = False  # f - v of a short solve, when it was too late for a refresh
 
     def run(self, z0: Tensors, arithmetic: Any) -> Integration:
@@ -145,8 +146,8 @@ class Loop(Abstract):
         start = SolveStart(self.f, job.solver, t, times[-1], self.state, self.carry, job.through_search, first_jump)
         self.control = job.controller.begin(start)
         self.is_adaptive = isinstance(self.control, AdaptiveControllerState)
-        n_steps = job.controller.n_steps_with_jumps(job.solver, [number(x) for x in times], jumps)
-        self.refresher = Refresher(job.solver, self.is_adaptive, self.control.controlled, n_steps)
+        self.n_steps = job.controller.n_steps_with_jumps(job.solver, [number(x) for x in times], jumps)
+        self.refresher = Refresher(job.solver, self.is_adaptive, self.control.controlled, self.n_steps)
         self.side_effects.restore(mark)
         self.outputs.begin(times, job.controller.ends_on_outputs(job.solver), arithmetic is Traced, jumps)
         self.tape.record_output(0)
@@ -215,7 +216,7 @@ class Loop(Abstract):
         if self.job.locate:
             _raise_if_non_finite(attempt.state, at(t, t1))
         self.state, self.carry, self.t = attempt.state, attempt.carry, t1
-        self.refresher.after_step(residuals)
+        self.refresher.after_steps(1, residuals)
 
     def _closes(self, t1: Time) -> bool:
         """Whether no step begins with the slope at the end of a step to t1 (see tape.Step)."""

@@ -245,10 +245,25 @@ class Outputs(Abstract):
         stop = self.stop
         found: list[Output | InnerOutput | StageOutput] = [] if self.stops else [*self._inside(stop, step)]
         if step.t1 is self.times[stop]:
-            found.append(Output(stop))
-            self.record(stop, self.times[stop], step.end.point)
-            self.origin, self.waiting, self.stop = stop, stop + 1, self._stop_from(stop + 1)
+            found.append(self.end_at(step.t1, step.end.point))
         return found
+
+    def end_at(self, t1: Time, z: Tensors) -> Output:
+        """Record the output on which a step ends, and return it for the tape."""
+        stop = self.stop
+        self.record(stop, t1, z)
+        self.origin, self.waiting, self.stop = stop, stop + 1, self._stop_from(stop + 1)
+        return Output(stop)
+
+    @property
+    def skips_steps(self) -> bool:
+        """Whether steps need not be seen which hold no outputs: fixed ones may then be taken many at once."""
+        mine, there = type(self), Outputs
+        return (mine.accept, mine.passes_over, mine.looks_inside) == (
+            there.accept,
+            there.passes_over,
+            there.looks_inside,
+        )
 
     def _inside(self, stop: int, step: AcceptedStep) -> list[InnerOutput]:
         times, first, forward = self.times, self.waiting, self.times[-1] > self.times[0]

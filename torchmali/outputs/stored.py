@@ -18,30 +18,43 @@ class StoredOutputs(Outputs):
 
     def __init__(self, n: int):
         self.n = n
+        self.start: Tensors = ()
         self.y: Tensors = ()
         self.traced: list[Tensors] = []  # those with a graph
 
     def record(self, k: int, t: Time, z: Tensors) -> None:
         if self.is_traced:
             self.traced.append(z)
-            return
-        # Written in place: no list of states beside the result.
-        self.y = self.y or tuple(_empty_stack(self.n, leaf) for leaf in z)
-        for whole, part in zip(self.y, z, strict=True):
-            whole[k] = part
+        elif k == 0:
+            self.start = z  # that of the solve, which stays as it is
+        elif self.n == 2 and not self.y and all([leaf.is_contiguous() for leaf in z]):
+            self.y = tuple([torch.stack(pair) for pair in zip(self.start, z, strict=True)])  # the cheapest way
+        else:
+            for whole, part in zip(self._written(), z, strict=True):
+                whole[k] = part
 
     def record_inner(self, first: int, times: Sequence[Time], z: Tensors) -> None:
         if self.is_traced:
             self.traced += zip(*(leaf.unbind() for leaf in z), strict=True)
             return
-        for whole, part in zip(self.y, z, strict=True):
+        for whole, part in zip(self._written(), z, strict=True):
             whole[first : first + len(times)] = part
+
+    def _written(self) -> Tensors:
+        """The tensors of all outputs, to be written in place: there is no list of states beside the result."""
+        if not self.y:
+            self.y = tuple([_empty_stack(self.n, leaf) for leaf in self.start])
+            for whole, part in zip(self.y, self.start, strict=True):
+                whole[0] = part
+        return self.y
 
     def pull_inner(self, first: int, times: Sequence[Time], z: Tensors, grads: Sequence[Tensor | None]) -> InnerPulled:
         return InnerPulled([None if g is None else g[first : first + len(times)] for g in grads])
 
     def results(self) -> Tensors:
-        return tuple(torch.stack(leaf) for leaf in zip(*self.traced, strict=True)) if self.is_traced else self.y
+        if self.is_traced:
+            return tuple([torch.stack(leaf) for leaf in zip(*self.traced, strict=True)])
+        return self._written()
 
     def pull(self, k: int, t: Time, z: Tensors, grads: Sequence[Tensor | None]) -> Pulled:
         return Pulled([None if g is None else g[k] for g in grads])

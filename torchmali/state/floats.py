@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torchmali._torch import foreach_abs, foreach_abs_, foreach_lerp, foreach_lerp_, foreach_sub
+from torchmali._torch import foreach_lerp, foreach_lerp_
 from torchmali.state.base import Deviation, RewindableState, Snapshot
 from torchmali.state.vectors import Tensors, add_, added, rows
 
@@ -43,10 +43,15 @@ class Floats(RewindableState):
         return self
 
     def reflect(self, u: Tensors, eta: float) -> Floats:
-        if self.owns_slope:
-            foreach_lerp_(self.slope, u, 2 * eta)
+        v, weight = self.slope, 2 * eta
+        if not self.owns_slope:
+            # The plain call is cheaper than a foreach over one small leaf.
+            new = (torch.lerp(v[0], u[0], weight),) if len(v) == 1 else tuple(foreach_lerp(v, u, weight))
+            self.slope, self.owns_slope = new, True
+        elif len(v) == 1:
+            v[0].lerp_(u[0], weight)
         else:
-            self.slope, self.owns_slope = tuple(foreach_lerp(self.slope, u, 2 * eta)), True
+            foreach_lerp_(v, u, weight)
         return self
 
     def apart(self, x: Tensors) -> Tensors:
@@ -93,16 +98,18 @@ class Floats(RewindableState):
 
         It has sums in place of the larger of two: (a + b) / 2 <= max(a, b) <= a + b.
         """
+        worst = [self._sum_of_off(truth, i, span).amax() for i in leaves]
         n = len(leaves)
-        mine, true = ([parts[i] for parts in (x.point, x.slope) if parts for i in leaves] for x in (self, truth))
-        off, size = foreach_sub(mine, true), foreach_abs(true)
-        foreach_abs_(off)
-        if self.slope:
-            add_(off[:n], off[n:], span)
-            add_(size[:n], size[n:], span)
-        worst = [x.div_(y).amax() for x, y in zip(off[:n], size[:n], strict=True)]
         most = worst[0].item() if n == 1 else max(torch.stack([x.to(worst[0]) for x in worst]).tolist())
         return 2 * most if self.slope else most
+
+    def _sum_of_off(self, truth: Floats, i: int, span: float) -> Tensor:
+        """The relative deviation of each component of leaf i, with sums of what z and v have in place of the larger."""
+        off, size = (self.point[i] - truth.point[i]).abs_(), truth.point[i].abs()
+        if self.slope:
+            off.add_((self.slope[i] - truth.slope[i]).abs_(), alpha=span)
+            size.add_(truth.slope[i].abs(), alpha=span)
+        return off.div_(size)
 
     def _size(self, i: int, span: float) -> Tensor:
         """The scale of each component of leaf i."""

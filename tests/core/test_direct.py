@@ -102,7 +102,7 @@ def test_without_a_gradient(n_direct):
         {"controller": tm.FixedStep(0.1), "jumps": [0.5]},
         {"controller": tm.FixedStep(0.1), "observe": lambda t, y: y.sum()},
     ],
-    ids=repr,
+    ids=["adaptive", "refresh", "damped", "pair", "ACA", "exact", "checkpoints", "memory", "jumps", "observe"],
 )
 def test_other_solves_take_the_loop(how, n_direct):
     f = Net()

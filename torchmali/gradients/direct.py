@@ -130,68 +130,54 @@ class _Direct(torch.autograd.Function):
         saved = ctx.saved_tensors
         # Detached: an f that calls y.requires_grad_() leaves its mark.
         z0, point, slope = [tuple([x.detach() for x in part]) for part in (saved[:n], saved[-2 * n : -n], saved[-n:])]
-        f, end = field.with_tensors(saved[n : -2 * n], (), wants_t=False), Floats(point, slope)
+        f = field.with_tensors(saved[n : -2 * n], (), wants_t=False)
+        back = _BackwardPass(f, solver, schedule, times, grads, Floats(point, slope), z0)
         with f.backward_pass(times[0], z0), torch.enable_grad():
-            a, start, rebuilt = _pulled_back(f, solver, schedule, times, grads, end, z0)
-            drift = _drift(rebuilt, start, end, times, solver, schedule.n_steps, f)
+            (a, drift), n_reruns = back.pull(), 0
             if drift is None:
-                a, passed = _rerun(method, f, solver, schedule, times, grads, end, z0)
-                stats.count(reconstruction_error=passed.drift, n_reruns=passed.n_reruns)
+                passed, a = back.pull_along_tape(method)
+                drift, n_reruns = passed.drift, passed.n_reruns
                 method.judge_backward(passed)
-            else:
-                stats.count(reconstruction_error=drift, n_reruns=0)
-        stats.count(n_evals_backward=f.n_evals, n_vjps=f.n_vjps)
+        counts = {"n_evals_backward": f.n_evals, "n_vjps": f.n_vjps, "n_reruns": n_reruns}
+        stats.count(reconstruction_error=drift, **counts)
         return None, None, None, None, None, *a.sums
 
 
-def _pulled_back(
-    f: Field,
-    solver: Leapfrog,
-    schedule: Schedule,
-    times: Sequence[float],
-    grads: Sequence[Tensor | None],
-    end: Floats,
-    z0: Tensors,
-) -> tuple[Cotangent, Floats, Floats]:
-    """The cotangent at the start, the state there, and that state as it was rebuilt."""
-    a = Cotangent.zero(end, len(f.theta), 0, 0)
-    state: Any = end.fork()
-    for run in reversed(schedule.runs):
-        _add_output(a, run.output, grads)
-        state = solver.pull_run(f, run.times, state, a)
-    _add_output(a, 0, grads)
-    start: Any = solver.pull_start(f, times[0], Floats(z0), a)[0]
-    return a, start, state
+class _BackwardPass(NamedTuple):
+    """A backward pass over a schedule."""
 
+    f: Field
+    solver: Leapfrog
+    schedule: Schedule
+    times: Sequence[float]
+    grads: Sequence[Tensor | None]  # dL/dy
+    end: Floats
+    z0: Tensors
 
-def _add_output(a: Cotangent, k: int | None, grads: Sequence[Tensor | None]) -> None:
-    if k is not None:
-        for z, g in zip(a.z, grads, strict=True):
-            if g is not None:
-                z.add_(g[k])
+    def pull(self) -> tuple[Cotangent, float | None]:
+        """Return the cotangent at the start, and by how far that was missed; None: by more than can be trusted."""
+        f, solver = self.f, self.solver
+        a = Cotangent.zero(self.end, len(f.theta), 0, 0)
+        state: Any = self.end.fork()
+        for run in reversed(self.schedule.runs):
+            self._add_output(run.output, a)
+            state = solver.pull_run(f, run.times, state, a)
+        self._add_output(0, a)
+        start: Any = solver.pull_start(f, self.times[0], Floats(self.z0), a)[0]
+        limits: Limits = max([LIMITS[z.dtype] for z in self.z0])
+        drift = state.deviation(start, self.end, solver.scale_of_v(self.times[-1] - self.times[0]), limits[:2])
+        is_small = limits.hold(drift, 8 * f.environment.eps_of_state * math.sqrt(self.schedule.n_steps))
+        return a, drift.component if is_small else None
 
+    def _add_output(self, k: int | None, a: Cotangent) -> None:
+        """Add dL/dy[k] to dL/dz."""
+        if k is not None:
+            for z, g in zip(a.z, self.grads, strict=True):
+                if g is not None:
+                    z.add_(g[k])
 
-def _drift(
-    rebuilt: Floats, start: Floats, end: Floats, times: Sequence[float], solver: Leapfrog, n_steps: int, f: Field
-) -> float | None:
-    """By how far the start was missed; None if that is more than can be trusted without a closer look."""
-    limits: Limits = max([LIMITS[z.dtype] for z in start.point])
-    drift = rebuilt.deviation(start, end, solver.scale_of_v(times[-1] - times[0]), limits[:2])
-    is_small = limits.hold(drift, 8 * f.environment.eps_of_state * math.sqrt(n_steps))
-    return drift.component if is_small else None
-
-
-def _rerun(
-    method: ReplayGradient,
-    f: Field,
-    solver: Leapfrog,
-    schedule: Schedule,
-    times: Sequence[float],
-    grads: Sequence[Tensor | None],
-    end: Floats,
-    z0: Tensors,
-) -> tuple[Cotangent, BackwardPass]:
-    """The backward pass over the tape that the loop would have made."""
-    outputs = StoredOutputs(len(times))
-    passed = BackwardPass(f, solver, z0, OutputCotangents(outputs, times, grads), method.inverts, bool(method.reruns))
-    return passed.run(schedule.events, [], end.fork(), passed.zero(end))[1], passed
+    def pull_along_tape(self, method: ReplayGradient) -> tuple[BackwardPass, Cotangent]:
+        """Pull back over the tape that the loop would have made; where it drifted, it is solved again."""
+        outputs = OutputCotangents(StoredOutputs(len(self.times)), self.times, self.grads)
+        passed = BackwardPass(self.f, self.solver, self.z0, outputs, method.inverts, bool(method.reruns))
+        return passed, passed.run(self.schedule.events, [], self.end.fork(), passed.zero(self.end))[1]

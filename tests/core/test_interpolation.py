@@ -107,7 +107,7 @@ def test_gradients_of_inner_outputs_are_those_of_autograd(solver, controller, ob
         if fits(solver, controller, method) and not (is_damped and "unsafe" in repr(method)):
             found, _ = gradients(method, solver, controller, times, observe=observer)
             # Between checkpoints of its own choice MALI lets damped steps amplify round-off to 3e-11.
-            limit = 1e-11 if is_damped and method == tm.MALI() else 1e-12
+            limit = 1e-10 if is_damped and method == tm.MALI() else 1e-12
             assert worst(found, truth) < limit, method
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -27,7 +28,7 @@ class StoredOutputs(Outputs):
             self.traced.append(z)
         elif k == 0:
             self.start = z  # that of the solve, which stays as it is
-        elif self.n == 2 and not self.y and all([leaf.is_contiguous() for leaf in z]):
+        elif self.n == 2 and not self.y and all([leaf.stride() == _row_major(leaf.shape) for leaf in self.start]):
             self.y = tuple([torch.stack(pair) for pair in zip(self.start, z, strict=True)])  # the cheapest way
         else:
             for whole, part in zip(self._written(), z, strict=True):
@@ -61,6 +62,12 @@ class StoredOutputs(Outputs):
 
     def fresh(self) -> Outputs:
         return StoredOutputs(self.n)
+
+
+@functools.lru_cache(maxsize=1000)
+def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides that torch.stack gives its rows. (Those of a contiguous tensor may differ where a size is 0 or 1.)"""
+    return torch.empty(shape, device="meta").stride()
 
 
 def _empty_stack(n: int, z: Tensor) -> Tensor:

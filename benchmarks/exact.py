@@ -19,7 +19,9 @@ from benchmarks.harness import finish, options_of, paired_ratio, time_side_by_si
 from benchmarks.workloads import MLP, W1, W2, Workload
 from torchmali.measure import peak_bytes
 
-TIME_LIMITS = {"W1": 1.25, "W2": 1.10}  # time of exact mode over plain MALI
+# Time of exact mode over plain MALI. (W1 had 1.25 when plain MALI in fixed steps needed the loop, too. Now that is 5 %
+# faster here; exact mode takes as long as before.)
+TIME_LIMITS = {"W1": 1.35, "W2": 1.10}
 METHODS = {"MALI": tm.MALI(), "exact": tm.MALI(exact=True)}
 
 

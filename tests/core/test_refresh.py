@@ -126,7 +126,9 @@ def test_gradients_of_long_solves_equal_those_with_kept_states(ode, order, n_ste
     rebuilt, stats = gradient(ode, n_steps, solver, tm.MALI())
     assert difference(rebuilt, kept) < (1e-10 if order == 2 else 1e-9)
     if not stats.n_reruns:
-        assert stats.n_evals_backward == stats.n_evals_forward == solver.n_reflects * n_steps + 1 + stats.n_refreshes
+        assert stats.n_evals_forward == solver.n_reflects * n_steps + 1 + stats.n_refreshes
+        # A drift that may matter is judged by what two evaluations more say of its effect, once per segment.
+        assert stats.n_evals_backward - stats.n_evals_forward in range(0, 2 * (stats.n_refreshes + 1) + 1, 2)
 
 
 @pytest.mark.filterwarnings("error")

@@ -11,7 +11,7 @@ import argparse
 import subprocess
 import sys
 
-MODULES = ("gradients", "exact", "environment", "overhead", "work_precision", "images")
+MODULES = ("gradients", "exact", "environment", "overhead", "work_precision", "evaluations", "images")
 
 
 def main() -> None:

@@ -7,6 +7,7 @@ import re
 
 from committed import ROOT, cells, records, table_titled
 
+from benchmarks import evaluations, systems
 from experiments.report.chapters import flows, images, series
 
 README = ROOT / "README.md"
@@ -103,6 +104,29 @@ def test_the_readme_has_the_numbers_of_series():
         error, seconds = cells(latent, method, "10% observed", "s per epoch")
         found = [error.split(" (")[0], seconds, *cells(paths, method, "accuracy, %", "s per epoch", "peak MB")]
         assert in_readme(method, found), (method, found)  # without the paper's numbers
+
+
+def test_the_page_of_work_and_precision_has_the_evaluations_of_adaptive_steps():
+    page = (ROOT / "docs" / "work-precision.md").read_text()
+    record = json.loads((ROOT / "benchmarks" / "records" / "evaluations.json").read_text())
+    results = record["results"]
+    for rows in (evaluations.ratio_table(results), evaluations.list_table(results)):
+        assert evaluations.markdown(rows) in page
+    assert record["header"]["command"] in page
+    limits = (ROOT / "docs" / "limits.md").read_text()
+    n_stiff = len(systems.STIFF)
+    assert f"{n_stiff} stiff problems" in limits
+    assert all(what.split(" at ")[0] in limits for what in evaluations.silently_wrong(results))
+    assert "right" not in evaluations.silently_wrong(results).values()
+    assert set(results["stiff"]) >= {problem.name for problem in systems.STIFF}
+
+
+def test_every_limit_of_evaluations_is_kept():
+    record = json.loads((ROOT / "benchmarks" / "records" / "evaluations.json").read_text())
+    found = evaluations.limits(record["results"])
+    assert len(found) == len(record["limits"]) == 17
+    for (what, value, limit), noted in zip(found, record["limits"], strict=True):
+        assert noted == {"what": what, "value": value, "limit": limit, "kept": True}
 
 
 def test_the_page_of_the_audit_shows_its_record():

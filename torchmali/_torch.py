@@ -8,6 +8,7 @@ TORCHMALI_PUBLIC_TORCH=1 in the environment takes every public way. It is for te
 
 from __future__ import annotations
 
+import importlib
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -317,3 +318,63 @@ _has_keys = _has(torch._C, "_dispatch_has_kernel_for_dispatch_key") and _has(tor
 _has_kernels = _has_keys and _has(torch.ops.aten.dropout.default, "_op_dk")
 is_composite: Callable[[Any], bool] = _is_composite if _has_kernels else _is_simple
 run_parts: Callable[[Any, tuple, Mapping[str, Any]], Any] = _run_parts if _has_kernels else _run_decomposition
+
+
+# ---- Compilation. These modules take a second to import: that is done where a solve is compiled for the first time. No
+# public way: torch has while loops and the tracing of derivatives in private alone. Such solves are not compiled.
+
+CAN_COMPILE: bool = not PUBLIC and tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 10)
+
+
+def traced(function: Callable, examples: Sequence[Tensor], instead: Mapping[Any, Callable]) -> torch.fx.GraphModule:
+    """The graph of a function of tensors, with the shapes of these examples. instead: functions for some operations."""
+    make_fx = importlib.import_module("torch.fx.experimental.proxy_tensor").make_fx
+    return make_fx(function, decomposition_table=dict(instead), tracing_mode="fake")(*examples)
+
+
+def is_traced(x: Tensor) -> bool:
+    """Whether x stands for others while a function is traced."""
+    return isinstance(x, importlib.import_module("torch._subclasses.fake_tensor").FakeTensor)
+
+
+def while_loop(condition: Callable, body: Callable, carried: Sequence[Tensor], others: Sequence[Tensor]) -> Any:
+    """A loop for `traced`: carried = body(*carried, *others) while condition(*carried, *others)."""
+    loop = importlib.import_module("torch._higher_order_ops.while_loop").while_loop_op
+    return loop(condition, body, tuple(carried), tuple(others))
+
+
+def lowered(graph: torch.fx.GraphModule, examples: Sequence[Tensor]) -> Callable[..., Sequence[Tensor]]:
+    """A graph as machine code. Buffers are not written to twice: a loop would return those that it still reads."""
+    options = {"cpp_wrapper": True, "inplace_buffers": False}
+    compile_fx = importlib.import_module("torch._inductor.compile_fx").compile_fx
+    return compile_fx(graph, list(examples), config_patches=options)
+
+
+def depends_on_data(error: Exception) -> bool:
+    """Whether a function could not be traced because Python looks at the value of a tensor."""
+    fake = importlib.import_module("torch._subclasses.fake_tensor")
+    symbolic = importlib.import_module("torch.fx.experimental.symbolic_shapes")
+    return isinstance(error, (fake.DataDependentOutputException, symbolic.GuardOnDataDependentSymNode))
+
+
+# Hooks of a module that a trace would call once instead of at every evaluation. Those by which torch's own weight and
+# spectral norm compute a weight are as good as a part of the module. Public: none are seen.
+def hooks_of_module(module: nn.Module) -> list[Any]:
+    """The hooks of a module that have effects of their own."""
+    kinds = ("_forward_hooks", "_backward_hooks", "_backward_pre_hooks", "_forward_pre_hooks")
+    found = [hook for kind in kinds for hook in (getattr(module, kind, None) or {}).values()]
+    return [hook for hook in found if not type(hook).__module__.startswith("torch.nn.utils.")]
+
+
+def changes_in_training(module: nn.Module) -> str | None:
+    """What a module of torch does in training mode beside returning something: why it is not compiled."""
+    if isinstance(module, nn.modules.dropout._DropoutNd) and module.p:
+        return "draws random numbers"
+    if isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats:
+        return "changes its running statistics"
+    return None
+
+
+def is_compiled(func: Any) -> bool:
+    """Whether torch.compile made a function or a module."""
+    return uncompiled(func) is not func or hasattr(func, "_torchdynamo_orig_callable")

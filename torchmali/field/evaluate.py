@@ -228,6 +228,22 @@ class Field:
         self._note_first_value(u)
         return u
 
+    def with_function(self: F, func: Callable) -> F:
+        """A copy that calls another function in place of f, which is to return what f returns."""
+        return copied(self, func=func)
+
+    def settled(self: F) -> F:
+        """A copy for which the one evaluation that was made with care is enough: f was traced, too."""
+        needs_care = self.needs_graph or self.environment.is_active
+        found = copied(self, needs_care=needs_care, n_careful=2)
+        if self.behaviour is None:
+            found._remember()
+        return found
+
+    def count(self, n_evals: int, n_vjps: int = 0) -> None:
+        """Count evaluations that were made elsewhere."""
+        self.n_evals, self.n_vjps = self.n_evals + n_evals, self.n_vjps + n_vjps
+
     def is_plain(self) -> bool:
         """Whether f is known to need no care, and to be calm in fixed steps."""
         known = self.behaviour

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from torchmali.abstract import Abstract
+from torchmali.compiled.recording import NotCompiledError
 from torchmali.controllers import StepController
 from torchmali.errors import DoubleBackwardError, NonRepeatableFieldError
 from torchmali.field.environment import in_forward_pass
@@ -179,6 +180,10 @@ class GradientMethod(Abstract):
     @abstractmethod
     def solve(self, problem: Problem) -> Solved:
         """The solution, with results that can be differentiated."""
+
+    def solve_compiled(self, problem: Problem) -> Solved:
+        """The same from compiled loops; raise NotCompiledError with a reason if there are none for this problem."""
+        raise NotCompiledError(f"{self} is not compiled (use gradient=MALI())")
 
 
 def refuse_double_backward(method: str) -> None:

@@ -9,6 +9,8 @@ from typing import Any, ClassVar
 
 import torch
 
+from torchmali.compiled.recording import NotCompiledError
+from torchmali.compiled.solve import solve_compiled
 from torchmali.controllers import StepController
 from torchmali.errors import IncompatibleError, InvalidOptionError, warn
 from torchmali.gradients.base import Problem, Solved
@@ -123,6 +125,11 @@ class MALI(ReplayGradient):
         except NotDirectError:
             field, outputs = problem.field.is_restless(), problem.outputs.again()
             return super().solve(problem._replace(field=field, outputs=outputs))
+
+    def solve_compiled(self, problem: Problem) -> Solved:
+        if self.exact or self.memory is not None or self.checkpoint_every not in ("auto", None):
+            raise NotCompiledError(f"{self} is not compiled (use MALI() without exact, memory and checkpoints)")
+        return solve_compiled(self, problem)
 
     def tape(self, problem: Problem) -> Tape:
         longest = _longest(problem)

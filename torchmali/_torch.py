@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 import os
 import threading
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
@@ -326,34 +327,42 @@ run_parts: Callable[[Any, tuple, Mapping[str, Any]], Any] = _run_parts if _has_k
 CAN_COMPILE: bool = not PUBLIC and tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 10)
 
 
+def _imported(name: str) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what torch itself imports
+        return importlib.import_module(name)
+
+
 def traced(function: Callable, examples: Sequence[Tensor], instead: Mapping[Any, Callable]) -> torch.fx.GraphModule:
     """The graph of a function of tensors, with the shapes of these examples. instead: functions for some operations."""
-    make_fx = importlib.import_module("torch.fx.experimental.proxy_tensor").make_fx
+    make_fx = _imported("torch.fx.experimental.proxy_tensor").make_fx
     return make_fx(function, decomposition_table=dict(instead), tracing_mode="fake")(*examples)
 
 
 def is_traced(x: Tensor) -> bool:
     """Whether x stands for others while a function is traced."""
-    return isinstance(x, importlib.import_module("torch._subclasses.fake_tensor").FakeTensor)
+    return isinstance(x, _imported("torch._subclasses.fake_tensor").FakeTensor)
 
 
 def while_loop(condition: Callable, body: Callable, carried: Sequence[Tensor], others: Sequence[Tensor]) -> Any:
     """A loop for `traced`: carried = body(*carried, *others) while condition(*carried, *others)."""
-    loop = importlib.import_module("torch._higher_order_ops.while_loop").while_loop_op
+    loop = _imported("torch._higher_order_ops.while_loop").while_loop_op
     return loop(condition, body, tuple(carried), tuple(others))
 
 
 def lowered(graph: torch.fx.GraphModule, examples: Sequence[Tensor]) -> Callable[..., Sequence[Tensor]]:
     """A graph as machine code. Buffers are not written to twice: a loop would return those that it still reads."""
     options = {"cpp_wrapper": True, "inplace_buffers": False}
-    compile_fx = importlib.import_module("torch._inductor.compile_fx").compile_fx
-    return compile_fx(graph, list(examples), config_patches=options)
+    compile_fx = _imported("torch._inductor.compile_fx").compile_fx
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own, of what it imports and how it multiplies
+        return compile_fx(graph, list(examples), config_patches=options)
 
 
 def depends_on_data(error: Exception) -> bool:
     """Whether a function could not be traced because Python looks at the value of a tensor."""
-    fake = importlib.import_module("torch._subclasses.fake_tensor")
-    symbolic = importlib.import_module("torch.fx.experimental.symbolic_shapes")
+    fake = _imported("torch._subclasses.fake_tensor")
+    symbolic = _imported("torch.fx.experimental.symbolic_shapes")
     return isinstance(error, (fake.DataDependentOutputException, symbolic.GuardOnDataDependentSymNode))
 
 

@@ -59,6 +59,7 @@ def odeint(
     args: tuple = (),
     params: Iterable[Tensor] | None = None,
     event_fn: Callable | None = None,
+    compile: bool = False,
 ) -> Any:
     """torchdiffeq's `odeint`, with `gradient` to choose the gradient method; returns y, time first.
 
@@ -71,7 +72,8 @@ def odeint(
     step from each output time to the next. Unlike in torchdiffeq, max_num_steps (10,000) limits the whole solve.
     event_fn: a function of (t, y). The solve goes on until one of its components changes its sign, and returns
     (event_t, y at t[0] and at event_t), both differentiable; of the other times only t[1] counts, which says in which
-    direction. `solve(event=...)` can do more.
+    direction. `solve(event=...)` can do more. compile: see `solve`; as in odeint(..., method="alf", gradient="mali",
+    options={"step_size": 0.1}, compile=True), with two times, or a step from each time to the next.
     """
     chosen = _named(gradient, GRADIENTS, GradientMethod, "gradient method", Naive())
     options = dict(options or {})
@@ -85,7 +87,7 @@ def odeint(
         options["norm"] = lambda x: norm(x[0])  # torchdiffeq's norms take the tensor, ours a tuple of leaves
     controller = _controller(solver, rtol, atol, options)
     how: dict[str, Any] = {"solver": solver, "controller": controller, "gradient": chosen, "args": args}
-    how |= {"params": params, "jumps": jumps}
+    how |= {"params": params, "jumps": jumps, "compile": compile}
     if event_fn is None:
         return solve(func, y0, t, **how).y
     event = Event(lambda t, y, *args: event_fn(t, y))

@@ -12,7 +12,7 @@ LAYERS = [  # a module may import those named before it
     "abstract",
     "copies",
     "compiled.recording",
-    "compiled.tanh",
+    "compiled.faster",
     "errors",
     "tree",
     "solution",

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from torchmali._torch import buffers_of, depends_on_data, n_changes, parameters_of, traced
+from torchmali.compiled.faster import FASTER
 from torchmali.compiled.recording import NotCompiledError, Recorder
-from torchmali.compiled.tanh import FASTER
 from torchmali.field.evaluate import Field
 from torchmali.state.vectors import Tensors
 

@@ -16,22 +16,7 @@ from torch import Tensor
 from torchmali._torch import lowered, traced, while_loop
 from torchmali.compiled.capture import Event
 from torchmali.compiled.recording import NotCompiledError
-from torchmali.compiled.table import (
-    ALPHA,
-    BETA,
-    FLOATS,
-    IS_LATE,
-    JUDGES,
-    KEEPS,
-    NOISE,
-    REST,
-    ROWS,
-    SIZE,
-    WIDTH,
-    E,
-    Piece,
-    T,
-)
+from torchmali.compiled.table import ALPHA, BETA, FLOATS, JUDGES, KEEPS, NOISE, REST, ROWS, WIDTH, E, Piece, T
 from torchmali.refresh import MAGNIFIED
 from torchmali.state.vectors import Tensors, rows
 
@@ -48,27 +33,26 @@ class Form(NamedTuple):
 
 
 class Loops:
-    """The compiled loops of an event. judges: the forward loop looks whether f - v alternates (refresh.py)."""
+    """The compiled loops of an event. The forward loop may look whether f - v alternates (refresh.py)."""
 
     lock = threading.RLock()
 
     def __init__(self, event: Event, form: Form):
         self.event = event
-        self.form = form._replace(z=tuple(map(_zeros, form.z)), outside=[_zeros(x) for x in form.outside])
+        self.form = form._replace(z=tuple(map(_zeros, form.z)), outside=tuple(map(_zeros, form.outside)))
         self.n = len(form.z)
         moving = [x for x, moves in zip(self.form.outside, form.moves, strict=True) if moves]
         self.depends = event.depends[self.n :]
         self.summed = [x for x, depends in zip(moving, self.depends, strict=False) if depends]
         self.codes: dict[str, Code] = {}
-        self.is_calm = True  # f - v has not been seen to alternate
-
-    def note_alternation(self) -> None:
-        self.is_calm = False
+        # Not written to.
+        self.zero_state: Tensors = tuple(map(_zeros, form.z))
+        self.zero_sums: Sequence[Tensor] = tuple(map(_zeros, self.summed))
 
     def forward(
         self, piece: Piece, first: Tensor, z: Tensors, v: Tensors, values: Sequence[Tensor], outside: Sequence[Tensor]
     ) -> tuple[Tensors, Tensors, Sequence[Tensor], Tensor | None]:
-        """Follow a piece: z, v, the latest f - v, and whether they alternate. values: empty if nobody looks."""
+        """Follow a piece: z, v, the latest three f - v, and whether they alternate. values: empty if nobody looks."""
         n, name = self.n, "judged" if values else "forward"
         made = self._judged if values else self._forward
         found = self._code(name, made)(piece.rows, first, piece.stop, *z, *v, *values, *outside)
@@ -81,13 +65,9 @@ class Loops:
         """Follow a piece back. state: z, v, a_z, a_v, and the sums of `zero_sums`."""
         return self._code("backward", self._backward)(piece.rows, first, piece.stop, *state, *outside)
 
-    def zero_state(self) -> list[Tensor]:
-        """Zeros like the leaves of the state."""
+    def fresh_zeros(self) -> list[Tensor]:
+        """Zeros like the leaves of the state, to be written to."""
         return [_zeros(x) for x in self.form.z]
-
-    def zero_sums(self) -> list[Tensor]:
-        """Zeros for the gradients of those tensors from outside on which f depends."""
-        return [_zeros(x) for x in self.summed]
 
     def gradients(self, sums: Sequence[Tensor]) -> list[Tensor | None]:
         """The gradient of each moving tensor from outside; None: no dependence."""
@@ -135,26 +115,26 @@ class Loops:
         z, n = self.form.z, self.n
 
         def body(i: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
-            state, (_, table, _, *outside) = rest[: 4 * n], rest[4 * n :]
+            state, (_, table, _, *outside) = rest[: 5 * n], rest[5 * n :]
             row = _row_of(table, i)
             moved, v, u = self._moved(row, state[: 2 * n], outside)
-            first, second = state[2 * n : 3 * n], state[3 * n :]
-            third = [x - y for x, y in zip(u, state[n : 2 * n], strict=True)]
-            found = [_alternation(row, *x) for x in zip(moved, v, first, second, third, strict=True) if x[0].numel()]
+            latest = [x - y for x, y in zip(u, state[n : 2 * n], strict=True)]
+            values, keeps = state[2 * n :], row[KEEPS] > 0
+            kept = [torch.where(keeps, y, x) for x, y in zip(values, (*values[n:], *latest), strict=True)]
+            of_leaves = zip(moved, v, kept[:n], kept[n : 2 * n], kept[2 * n :], strict=True)
+            found = [_alternation(row, *x) for x in of_leaves if x[0].numel()]
             alternates = _any([(row[JUDGES] > 0) & ~(x >= 0) for x in found], row)
-            keeps = row[KEEPS] > 0
-            kept = [torch.where(keeps, y, x) for x, y in zip((*first, *second), (*second, *third), strict=True)]
             return i + 1, *_as_carried([*moved, *v, *kept], state), alternates
 
         def run(table: Tensor, i: Tensor, stop: Tensor, *rest: Tensor) -> Sequence[Tensor]:
-            state, outside = rest[: 4 * n], rest[4 * n :]
+            state, outside = rest[: 5 * n], rest[5 * n :]
             no = torch.zeros((), dtype=torch.bool)
             return while_loop(_goes_on, body, (i, *state, no), (table, stop, *outside))[1:]
 
         def _goes_on(i: Tensor, *rest: Tensor) -> Tensor:
-            return (i < rest[4 * n + 2]) & ~rest[4 * n]
+            return (i < rest[5 * n + 2]) & ~rest[5 * n]
 
-        return run, self._examples(z, z, z, z)
+        return run, self._examples(z, z, z, z, z)
 
     def _backward(self) -> tuple[Callable, list[Tensor]]:
         z, n = self.form.z, self.n
@@ -207,14 +187,11 @@ def _combined(row: Tensor, u: Tensor, v: Tensor) -> Tensor:
 
 
 def _alternation(row: Tensor, z: Tensor, v: Tensor, x0: Tensor, x1: Tensor, x2: Tensor) -> Tensor:
-    """`_alternation` of refresh.py, with what the step makes of it in the row."""
+    """`_alternation` of refresh.py, at the end of a step, as if there were refreshes to come."""
     kind = z.dtype
     z, x0, x1, x2 = rows(z + row[REST].to(kind) * v), rows(x0), rows(x1) * MAGNIFIED, rows(x2)
     least = torch.maximum((x0 * x1).sum(1), (x1 * x2).sum(1))
-    least = least + row[NOISE + FLOATS.index(kind)].to(kind) * (z * z).sum(1)
-    before, now, size = ((x * x).sum(1) for x in (x0, x2, z))
-    grows = (now > 4 * before) & ((2 * row[SIZE].to(kind)) ** 2 * now > size)
-    return torch.where(grows | (row[IS_LATE] == 0), least, 1.0).amin()
+    return (least + row[NOISE + FLOATS.index(kind)].to(kind) * (z * z).sum(1)).amin()
 
 
 def _any(found: list[Tensor], row: Tensor) -> Tensor:

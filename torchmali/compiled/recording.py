@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from torchmali._torch import is_traced, is_wrapped
 
+INTERNAL = torch.ops.prim.device.default  # called where tensors without values are made, not by f
 PLAIN = (str, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format, type(None), type(Ellipsis), type)
 
 
@@ -43,6 +44,8 @@ class Recorder(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if func is INTERNAL:
+            return func(*args)
         names, values = tuple(kwargs or ()), tuple((kwargs or {}).values())
         described, given = self._seen((tuple(args), values))
         self.calls.append((func, names, described))

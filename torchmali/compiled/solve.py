@@ -28,10 +28,11 @@ from torchmali.gradients.direct import BackwardPath, Moves, NotDirectError, plai
 from torchmali.gradients.replay import ReplayGradient
 from torchmali.loop.schedule import Schedule
 from torchmali.outputs.stored import StoredOutputs
+from torchmali.refresh import N_VALUES, Refresher
 from torchmali.solvers.cotangent import Cotangent
 from torchmali.solvers.leapfrog import Leapfrog
 from torchmali.state.floats import Floats
-from torchmali.state.vectors import Tensors, add_, eps_of
+from torchmali.state.vectors import Tensors, add_, added, eps_of, first_non_finite
 
 MANY = 64  # loops that are remembered; beyond this the oldest are forgotten
 ALTERNATES = (
@@ -210,19 +211,38 @@ class CompiledMoves(Moves):
         plan, outside = plan_of(problem.solver, schedule, tuple(times)), self._outside(field)
         z0 = tuple([z.detach() for z in problem.z0])
         outputs.record(0, times[0], z0)
-        values: Sequence[Tensor] = [*loops.zero_state(), *loops.zero_state()] if self.looks else ()
-        z, v, values, _ = loops.forward(plan.start, plan.first, z0, tuple(loops.zero_state()), values, outside)
+        values: Sequence[Tensor] = loops.zero_state * N_VALUES if self.looks else ()
+        z, v, values, _ = loops.forward(plan.start, plan.first, z0, loops.zero_state, values, outside)
         self._compare(v)
         for leg in plan.forward:
             for piece in leg.pieces:
                 z, v, values, alternates = loops.forward(piece, plan.first, z, v, values, outside)
                 if alternates is not None and alternates.item():
-                    raise NotCompiledError(ALTERNATES)
+                    self._judge(problem, schedule, z, v, values, leg.rest if leg is plan.forward[-1] else None)
             add_(z, v, leg.rest)
             assert leg.output is not None
             outputs.record(leg.output, times[leg.output], z)
         field.count(plan.n_reflects)
         return outputs, Floats(z, v)
+
+    def _judge(
+        self, problem: Problem, schedule: Schedule, z: Tensors, v: Tensors, values: Sequence[Tensor], rest: float | None
+    ) -> None:
+        """Raise, as f - v alternates: unless it is the late look of a short solve, and there is nothing to tell.
+
+        rest: the drift that is left to the end of the solve.
+        """
+        n, n_steps = len(z), schedule.n_steps
+        if first_non_finite((*z, *v)) is not None:
+            raise NotDirectError
+        refresher = Refresher(problem.solver, False, range(n), n_steps)
+        if rest is None or refresher.first < n_steps:
+            raise NotCompiledError(ALTERNATES)
+        refresher.after_steps(n_steps - 1, ())
+        h = problem.times[-1] - schedule.runs[-1].times[-2]
+        residuals = [tuple(values[i * n : (i + 1) * n]) for i in range(N_VALUES)]
+        if not refresher.alternation(residuals, added(z, v, rest), h, 0.0).item() >= 0:
+            raise NotDirectError
 
     def _compare(self, v: Tensors) -> None:
         """Compare the loop's f(t0, z0) with that of f itself."""
@@ -236,7 +256,7 @@ class CompiledMoves(Moves):
     def backward(self, back: BackwardPath) -> tuple[Cotangent, Floats, Floats]:
         loops, n, f = self.loops, len(back.z0), back.f
         plan, outside = plan_of(back.solver, back.schedule, tuple(back.times)), self._outside(f)
-        state = [*back.end.point, *back.end.slope, *loops.zero_state(), *loops.zero_state(), *loops.zero_sums()]
+        state = [*back.end.point, *back.end.slope, *loops.fresh_zeros(), *loops.zero_state, *loops.zero_sums]
         with torch.no_grad():
             for leg in plan.backward:
                 back.add_output(leg.output, state[2 * n : 3 * n])
@@ -247,7 +267,7 @@ class CompiledMoves(Moves):
                 add_(z, v, -leg.rest)
             rebuilt = Floats(tuple(state[:n]), tuple(state[n : 2 * n]))
             back.add_output(0, state[2 * n : 3 * n])
-            state[: 2 * n] = [*back.z0, *loops.zero_state()]
+            state[: 2 * n] = [*back.z0, *loops.zero_state]
             state = list(loops.backward(plan.start, plan.first, state, outside))
         f.count(plan.n_reflects + 1, plan.n_reflects + 1)
         z, v, az, av, sums = (*(state[i * n : (i + 1) * n] for i in range(4)), state[4 * n :])

@@ -24,10 +24,10 @@ from torchmali.solvers.leapfrog import Leapfrog
 from torchmali.state.vectors import eps_of
 
 ROWS = 256  # of a table: a longer one is divided
-# Columns: t, e, alpha, beta; whether f - v is kept, and judged; whether the judgement is the late one; the drift
-# behind the row, at the end of the step; |h|; what round-off explains, for float32 and for float64.
-WIDTH = 11
-T, E, ALPHA, BETA, KEEPS, JUDGES, IS_LATE, REST, SIZE, NOISE = range(10)
+# Columns: t, e, alpha, beta; whether f - v is kept, and judged; the drift behind the row, at the end of the step; what
+# round-off explains, for float32 and for float64.
+WIDTH = 9
+T, E, ALPHA, BETA, KEEPS, JUDGES, REST, NOISE = range(8)
 FLOATS = (torch.float32, torch.float64)
 
 
@@ -79,14 +79,11 @@ class _Key:
 def _remembered(key: _Key) -> Plan:
     solver, schedule, times = key.solver, key.schedule, key.times
     legs = _legs_of(schedule.runs)
-    forward, n_kept, n_steps = [], 0, 0
+    forward, n_kept = [], 0
     for runs in legs:
         rows, e = [], 0.0
         for run in runs:
-            n_steps += len(run.steps)
-            is_end = n_steps == schedule.n_steps
-            rest, n_kept = _append_run(rows, solver, run, e, n_kept, is_end)
-            e = rest
+            e, n_kept = _append_run(rows, solver, run, e, n_kept)
         forward.append(Leg(_pieces(rows), e, runs[-1].output))
     backward = []
     for runs in reversed(legs):
@@ -109,12 +106,10 @@ def _legs_of(runs: Sequence[Run]) -> list[list[Run]]:
     return [leg for leg in found if leg]
 
 
-def _append_run(
-    rows: list[list[float]], solver: Leapfrog, run: Run, e: float, n_kept: int, is_end: bool
-) -> tuple[float, int]:
+def _append_run(rows: list[list[float]], solver: Leapfrog, run: Run, e: float, n_kept: int) -> tuple[float, int]:
     """Append the rows of a run that begins with a drift e; return the drift behind it, and how many f - v were kept."""
     first, rest, observed = solver.scheme
-    n_steps, before = len(run.times) - 1, n_kept
+    n_steps = len(run.times) - 1
     for i in range(n_steps):
         t0, h = run.times[i], run.times[i + 1] - run.times[i]
         keeps = n_steps - i <= run.n_observed
@@ -125,10 +120,9 @@ def _append_run(
             rows.append(_row(t0 + node * h, e, 2.0, -1.0, is_kept))
             e = c * h
     if run.refresh.decides and n_kept >= N_VALUES:
-        is_late = is_end and before < N_VALUES
         h = run.times[-1] - run.times[-2]
         noise = [_noise(dtype, abs(h)) for dtype in FLOATS]
-        rows[-1][JUDGES:] = [1.0, float(is_late), e, abs(h), *noise]
+        rows[-1][JUDGES:] = [1.0, e, *noise]
     return e, n_kept
 
 

@@ -42,8 +42,6 @@ def _of_solver(problem: Problem) -> Iterator[str]:
         yield f"{solver} is not an undamped leapfrog such as ALF()"
     elif isinstance(solver.refresh_policy, int):
         yield f"{solver} renews v every {solver.refresh_policy} steps"
-    elif solver.refresh_policy == "auto" and solver.n_reflects > 1 and solver.n_reflects % 2:
-        yield f'{solver} has an odd number of evaluations in a step (use refresh="never")'
 
 
 def _of_place(problem: Problem) -> Iterator[str]:

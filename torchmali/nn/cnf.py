@@ -116,7 +116,8 @@ class CNF(SolveModule):
 
     log p(x) = log N(z) + integral of tr(df/dx) dt. trace: `Hutchinson()` (unbiased for the log-density, one
     vector-Jacobian product) or `ExactTrace()`. kinetic, jacobian: also integrate the regularisers of RNODE (Finlay et
-    al., 2020), which do not influence the step size. buffers: see `solve`. `last_stats`: see `ODEBlock`.
+    al., 2020), which do not influence the step size. buffers, compile: see `solve`; for compile=True give a
+    FixedStep. `last_stats`: see `ODEBlock`.
     """
 
     def __init__(
@@ -131,8 +132,9 @@ class CNF(SolveModule):
         controller: StepController = AdaptiveStep(1e-4, 1e-5),  # noqa: B008
         gradient: GradientMethod = MALI(),  # noqa: B008
         buffers: str = "update",
+        compile: bool = False,
     ):
-        super().__init__(solver, controller, gradient, buffers)
+        super().__init__(solver, controller, gradient, buffers, compile)
         if not isinstance(trace, Trace):
             raise InvalidOptionError(f"trace={trace!r}: give Hutchinson() or ExactTrace().")
         if len(t) != 2:

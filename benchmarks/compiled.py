@@ -2,8 +2,8 @@
 
     python -m benchmarks.compiled [--rounds 60] [--steps 50]
 
-Before that, each workload is compiled in two processes of its own, with a cache of torch's that is empty (cold), and once
-more with what the first one left there (warm). The ratios are to TorchDiffEqPack's MALI, as in benchmarks.gradients.
+Each workload is compiled in two processes of its own, too: with a cache of torch's that is empty (cold), and with what
+the first process left there (warm). The ratios are to TorchDiffEqPack's MALI, as in benchmarks.gradients.
 
 The aims are those that were set for compiled solves; a missed one is said to be missed. The benchmark fails where a
 gradient differs, where something is compiled a second time, or where a ratio is above its limit.
@@ -12,6 +12,7 @@ gradient differs, where something is compiled a second time, or where a ratio is
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -29,7 +30,6 @@ from benchmarks.gradients import gradients_agree, one_gradient, reference_mali, 
 from benchmarks.harness import Run, finish, options_of, paired_ratio, quiet_down, time_side_by_side
 from benchmarks.workloads import W1, W2, Workload
 from torchmali.compiled.solve import n_captured
-from torchmali.nn.cnf import CNF
 
 AIMS = {"W1": 0.24, "W4": 0.22, "W2": 0.55}
 LIMITS = {"W1": 0.31, "W4": 0.29, "W2": 0.58}  # what was reached before
@@ -45,7 +45,7 @@ class Concatenated(nn.Module):
         self.net = nn.Sequential(nn.Linear(3, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 2))
 
     def forward(self, t: Tensor, y: Tensor) -> Tensor:
-        return self.net(torch.cat([y, t.expand(len(y), 1)], 1))
+        return self.net(torch.cat([y, y.new_zeros(len(y), 1) + t], 1))  # TorchDiffEqPack's t is a float
 
 
 class Traced(nn.Module):
@@ -58,8 +58,7 @@ class Traced(nn.Module):
     def forward(self, t: Tensor, y: Tensor) -> Tensor:
         keeps = torch.is_grad_enabled()
         with torch.enable_grad():
-            x = y[:, :2]
-            x = x if x.requires_grad else x.detach().requires_grad_()
+            x = (y.requires_grad_() if keeps else y.detach().requires_grad_())[:, :2]
             u = self.f(t, x)
             (g,) = torch.autograd.grad(u, x, self.noise, create_graph=keeps)
         return torch.cat([u if keeps else u.detach(), (g * self.noise).sum(1, keepdim=True)], 1)
@@ -86,16 +85,19 @@ def solve_with(f: Any, n_steps: int, compiles: bool) -> Callable[[Tensor], Tenso
 
 def difference_in_double(workload: Workload | Flow, n_steps: int) -> float:
     """Largest relative difference of gradients from those of an eager solve, in float64."""
-    f, y0 = workload.make()
-    f, y0 = f.double(), y0.double()
+    made: tuple[Any, Tensor] = workload.make()
+    f, y0 = made[0].double(), made[1].double()
     if isinstance(f, Traced):
         f.noise = f.noise.double()
-    runs = {"naive" if eager else "compiled": one_gradient(f, y0, solve_with(f, n_steps, not eager)) for eager in (1, 0)}
+    runs = {
+        "naive" if eager else "compiled": one_gradient(f, y0, solve_with(f, n_steps, not eager)) for eager in (1, 0)
+    }
     return gradients_agree(f, runs)
 
 
 def measure(workload: Workload | Flow, n_steps: int, rounds: int) -> dict[str, Any]:
-    f, y0 = workload.make()
+    made: tuple[Any, Tensor] = workload.make()
+    f, y0 = made
     solves = {way: solve_with(f, n_steps, way == "compiled") for way in ("eager", "compiled")}
     runs: dict[str, Run] = {name: one_gradient(f, y0, solve) for name, solve in solves.items()}
     agreement = gradients_agree(f, {"naive": runs["eager"], "compiled": runs["compiled"]})
@@ -122,18 +124,19 @@ def compile_seconds(name: str) -> dict[str, float]:
     found = {}
     with tempfile.TemporaryDirectory() as cache:
         for way in ("cold", "warm"):
-            code = f"from benchmarks.compiled import print_first; print_first({name!r}, {cache!r})"
-            done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+            command = [sys.executable, "-c", f"from benchmarks.compiled import print_first; print_first({name!r})"]
+            environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache}
+            done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
             found[way] = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
-def print_first(name: str, cache: str) -> None:
+def print_first(name: str) -> None:
     """Print the seconds of the first gradient of a workload."""
     quiet_down()
-    torch.compiler.config.cache_dir = cache  # pyright: ignore
     (workload,) = [w for w in WORKLOADS if w.name == name]
-    f, y0 = workload.make()
+    made: tuple[Any, Tensor] = workload.make()
+    f, y0 = made
     run = one_gradient(f, y0, solve_with(f, 50, True))
     start = time.perf_counter()
     run()

@@ -346,6 +346,19 @@ def time_as_a_number() -> Case:
 
 
 @refused("looks at the value of a tensor")
+def item_of_a_tensor() -> Case:
+    return of(nn.Linear(6, 6), lambda m, t, y: m(y).tanh() * y.detach().abs().amax().item())
+
+
+@refused("looks at the value of a tensor")
+def mask_as_an_index() -> Case:
+    def slope(m: nn.Module, t: Tensor, y: Tensor) -> Tensor:
+        return m(y).tanh() + y[y < 10].sum()
+
+    return of(nn.Linear(6, 6), slope)
+
+
+@refused("looks at the value of a tensor")
 def index_from_the_time() -> Case:
     table = start((3, 6), 3).detach()
     return of(nn.Linear(6, 6), lambda m, t, y: m(y).tanh() * table[int(2 * t)])

@@ -363,7 +363,12 @@ def depends_on_data(error: Exception) -> bool:
     """Whether a function could not be traced because Python looks at the value of a tensor."""
     fake = _imported("torch._subclasses.fake_tensor")
     symbolic = _imported("torch.fx.experimental.symbolic_shapes")
-    return isinstance(error, (fake.DataDependentOutputException, symbolic.GuardOnDataDependentSymNode))
+    kinds = fake.DataDependentOutputException, fake.DynamicOutputShapeException, symbolic.GuardOnDataDependentSymNode
+    return isinstance(error, kinds)
+
+
+# The operation that hands a value to Python.
+GIVES_NUMBER: Any = torch.ops.aten._local_scalar_dense.default
 
 
 # Hooks of a module that a trace would call once instead of at every evaluation. Those by which torch's own weight and

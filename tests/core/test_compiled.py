@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import torchmali as tm
 from tests.compiled_fields import MAKERS, REFUSED, Case, of, start
-from torchmali.compiled import loops, solve
+from torchmali.compiled import loops, solve, traits
 from torchmali.compiled.faster import tanh
 
 HOW: dict[str, Any] = {"controller": tm.FixedStep(0.1)}
@@ -146,6 +146,20 @@ def test_other_solves_say_why_they_run_eagerly(how, reason, interpreted):
         y = tm.solve(case.f, case.y0, [0.0, 0.4, 1.0], compile=True, **{**HOW, **how}).y
     assert len(told) == 1
     assert torch.equal(y, tm.solve(case.f, case.y0, [0.0, 0.4, 1.0], **{**HOW, **how}).y)
+
+
+def test_an_old_torch_and_a_missing_compiler_are_told(interpreted, monkeypatch):
+    case = MAKERS["mlp"]()
+
+    def fails(graph: Any, examples: Any) -> Any:
+        raise RuntimeError("no C++ compiler was found")
+
+    monkeypatch.setattr(loops, "lowered", fails)
+    with pytest.warns(tm.SolverWarning, match="no C\\+\\+ compiler was found"):
+        tm.solve(case.f, case.y0, [0.0, 1.0], compile=True, **HOW)
+    monkeypatch.setattr(traits, "CAN_COMPILE", False)
+    with pytest.warns(tm.SolverWarning, match="torch .* lacks"):
+        tm.solve(case.f, case.y0, [0.0, 1.0], compile=True, **HOW)
 
 
 def test_autocast_inference_mode_and_learned_times_are_refused(interpreted):

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from torchmali._torch import buffers_of, depends_on_data, n_changes, parameters_of, traced
+from torchmali._torch import GIVES_NUMBER, buffers_of, depends_on_data, n_changes, parameters_of, traced
 from torchmali.compiled.faster import FASTER
-from torchmali.compiled.recording import NotCompiledError, Recorder
+from torchmali.compiled.recording import LOOKS, NotCompiledError, Recorder
 from torchmali.field.evaluate import Field
 from torchmali.state.vectors import Tensors
 
@@ -112,9 +112,13 @@ def _like(x: Tensor) -> Tensor:
 def _check(graph: torch.fx.GraphModule) -> None:
     """Raise if the graph has operations that a loop cannot repeat, or that it would round in another way."""
     for node in graph.graph.nodes:
-        values = node.meta.get("val")
-        values = values if isinstance(values, (tuple, list)) else [values]
-        if any(isinstance(x, Tensor) and x.dtype in LOW for x in values):
+        if node.target is GIVES_NUMBER:
+            raise NotCompiledError(LOOKS)
+        found = node.meta.get("val")
+        tensors = [x for x in (found if isinstance(found, (tuple, list)) else [found]) if isinstance(x, Tensor)]
+        if any([not isinstance(size, int) for x in tensors for size in x.shape]):
+            raise NotCompiledError(LOOKS)
+        if any([x.dtype in LOW for x in tensors]):
             raise NotCompiledError(
                 "f computes in a precision lower than y's, and a compiled loop would round otherwise"
             )
@@ -132,7 +136,7 @@ def _is_attention_without_dropout(node: torch.fx.Node) -> bool:
 
 def _reason_of(error: Exception) -> str:
     if depends_on_data(error):
-        return "Python looks at the value of a tensor in f (a branch on t or y, float(t), .item(), a mask as an index)"
+        return LOOKS
     text = next(iter(str(error).strip().splitlines()), "")[:200]
     return f"f cannot be traced: {type(error).__name__}: {text}"
 

@@ -18,6 +18,8 @@ from torch.overrides import TorchFunctionMode
 
 from torchmali._torch import is_traced, is_wrapped
 
+LOOKS = "Python looks at the value of a tensor in f (a branch on t or y, float(t), .item(), a mask as an index)"
+UNKNOWN = (torch.SymInt, torch.SymFloat, torch.SymBool)  # numbers that a trace does not know
 INTERNAL = torch.ops.prim.device.default  # called where tensors without values are made, not by f
 PLAIN = (str, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format, type(None), type(Ellipsis), type)
 
@@ -93,6 +95,8 @@ class Recorder(TorchFunctionMode):
             return (kind, tuple(x), described), dict(zip(x, parts, strict=True))
         if isinstance(x, PLAIN):
             return x, x
+        if isinstance(x, UNKNOWN):
+            raise NotCompiledError(LOOKS)
         raise NotCompiledError(
             f"f hands a {kind.__name__} to a function of torch, of which it is not known what it holds"
         )

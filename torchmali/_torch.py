@@ -373,10 +373,13 @@ GIVES_NUMBER: Any = torch.ops.aten._local_scalar_dense.default
 
 # Hooks of a module that a trace would call once instead of at every evaluation. Those by which torch's own weight and
 # spectral norm compute a weight are as good as a part of the module. Public: none are seen.
+_HOOKS = ("_forward_hooks", "_backward_hooks", "_backward_pre_hooks", "_forward_pre_hooks")
+
+
 def hooks_of_module(module: nn.Module) -> list[Any]:
     """The hooks of a module that have effects of their own."""
-    kinds = ("_forward_hooks", "_backward_hooks", "_backward_pre_hooks", "_forward_pre_hooks")
-    found = [hook for kind in kinds for hook in (getattr(module, kind, None) or {}).values()]
+    own = vars(module)
+    found = [hook for kind in _HOOKS if (hooks := own.get(kind)) for hook in hooks.values()]
     return [hook for hook in found if not type(hook).__module__.startswith("torch.nn.utils.")]
 
 
@@ -391,4 +394,6 @@ def changes_in_training(module: nn.Module) -> str | None:
 
 def is_compiled(func: Any) -> bool:
     """Whether torch.compile made a function or a module."""
-    return uncompiled(func) is not func or hasattr(func, "_torchdynamo_orig_callable")
+    if isinstance(func, nn.Module):
+        return "_orig_mod" in vars(func).get("_modules", ())  # cheaper than an attribute that is not there
+    return hasattr(func, "_torchdynamo_orig_callable")

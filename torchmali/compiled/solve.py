@@ -14,6 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.linalg import vector_norm
 
 from torchmali.compiled.capture import Subject, capture
 from torchmali.compiled.loops import Form, Loops
@@ -39,7 +40,7 @@ ALTERNATES = (
     "v has to be renewed, and that is done by the eager loop: f contracts (docs/limits.md). "
     'With refresh="never" it is compiled, and may be less accurate'
 )
-ROUNDINGS = 1e4  # by so many roundings of the largest number the first value of the loop may differ from f's
+ROUNDINGS = 1e4  # of f(t0, y0): by so many of them the loop's value may differ
 
 
 def solve_compiled(method: ReplayGradient, problem: Problem) -> Solved:
@@ -247,8 +248,8 @@ class CompiledMoves(Moves):
     def _compare(self, v: Tensors) -> None:
         """Compare the loop's f(t0, z0) with that of f itself."""
         for x, y in zip(v, self.first_value, strict=True):
-            limit = ROUNDINGS * eps_of(x.dtype)
-            if x.numel() and not bool((x - y).abs().amax() <= limit * y.abs().amax()):
+            difference, size = vector_norm(x - y), vector_norm(y)
+            if not bool(difference <= ROUNDINGS * eps_of(x.dtype) * size):
                 if bool(torch.isfinite(y).all()):
                     raise NotCompiledError("f returns other numbers than its trace does: it has a state of its own")
                 raise NotDirectError

@@ -122,8 +122,8 @@ def measure(workload: Workload | Flow, n_steps: int, rounds: int) -> dict[str, A
 def compile_seconds(name: str) -> dict[str, Any]:
     """Seconds of the first gradient in a new process, without and with torch's cache on disk.
 
-    CPU seconds, which do not depend on what else runs, are those of the whole process, its imports and the compilers that
-    it starts; wall seconds those of the first gradient alone.
+    CPU seconds, which do not depend on what else runs, are those of the whole process, of its imports and the compilers
+    that it starts; wall seconds those of the first gradient alone.
     """
     found: dict[str, Any] = {"cpu": {}, "wall": {}}
     with tempfile.TemporaryDirectory() as cache:

@@ -39,15 +39,14 @@ class Loops:
 
     def __init__(self, event: Event, form: Form):
         self.event = event
-        self.form = form._replace(z=tuple(map(_zeros, form.z)), outside=tuple(map(_zeros, form.outside)))
+        # Without memory: loops outlive the tensors that they were made for.
+        self.form = form._replace(z=tuple(map(_likeness, form.z)), outside=tuple(map(_likeness, form.outside)))
         self.n = len(form.z)
         moving = [x for x, moves in zip(self.form.outside, form.moves, strict=True) if moves]
         self.depends = event.depends[self.n :]
         self.summed = [x for x, depends in zip(moving, self.depends, strict=False) if depends]
         self.codes: dict[str, Code] = {}
-        # Not written to.
-        self.zero_state: Tensors = tuple(map(_zeros, form.z))
-        self.zero_sums: Sequence[Tensor] = tuple(map(_zeros, self.summed))
+        self.zero_state: Tensors = tuple(map(_zeros, form.z))  # not written to
 
     def forward(
         self, piece: Piece, first: Tensor, z: Tensors, v: Tensors, values: Sequence[Tensor], outside: Sequence[Tensor]
@@ -68,6 +67,10 @@ class Loops:
     def fresh_zeros(self) -> list[Tensor]:
         """Zeros like the leaves of the state, to be written to."""
         return [_zeros(x) for x in self.form.z]
+
+    def zero_sums(self) -> list[Tensor]:
+        """Zeros for the gradients of those tensors from outside on which f depends."""
+        return [_zeros(x) for x in self.summed]
 
     def gradients(self, sums: Sequence[Tensor]) -> list[Tensor | None]:
         """The gradient of each moving tensor from outside; None: no dependence."""
@@ -213,4 +216,9 @@ def _as_carried(found: Sequence[Tensor], carried: Sequence[Tensor]) -> list[Tens
 
 def _zeros(x: Tensor) -> Tensor:
     """Zeros in the memory layout of x, to the last stride."""
-    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).zero_()
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cpu").zero_()
+
+
+def _likeness(x: Tensor) -> Tensor:
+    """The shape, the dtype and the layout of x, without memory."""
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")

@@ -257,7 +257,7 @@ class CompiledMoves(Moves):
     def backward(self, back: BackwardPath) -> tuple[Cotangent, Floats, Floats]:
         loops, n, f = self.loops, len(back.z0), back.f
         plan, outside = plan_of(back.solver, back.schedule, tuple(back.times)), self._outside(f)
-        state = [*back.end.point, *back.end.slope, *loops.fresh_zeros(), *loops.zero_state, *loops.zero_sums]
+        state = [*back.end.point, *back.end.slope, *loops.fresh_zeros(), *loops.zero_state, *loops.zero_sums()]
         with torch.no_grad():
             for leg in plan.backward:
                 back.add_output(leg.output, state[2 * n : 3 * n])

@@ -304,6 +304,38 @@ def test_a_solution_that_is_not_finite_is_an_error_without_a_warning(interpreted
         tm.solve(lambda t, y: y**3, 100 * start(), [0.0, 1.0], compile=True, **HOW)
 
 
+class Holder:
+    """Reads a tensor that was computed from its own parameter."""
+
+    def __init__(self):
+        self.w = torch.ones(6, dtype=torch.float64, requires_grad=True)
+        self.twice = 2 * self.w
+
+    def history(self, t: Tensor, y: Tensor) -> Tensor:
+        return torch.tanh(y * self.w) * self.twice
+
+
+class Overwriting(nn.Module):
+    """Returns memory that it writes to again."""
+
+    def __init__(self):
+        super().__init__()
+        self.out = torch.zeros(4, 6, dtype=torch.float64)
+
+    def forward(self, t: Tensor, y: Tensor) -> Tensor:
+        return torch.mul(y, t, out=self.out)
+
+
+def test_what_an_eager_solve_refuses_is_refused(interpreted):
+    f = Holder()
+    with pytest.warns(tm.SolverWarning, match="computed outside it"), pytest.raises(tm.InvalidFieldError):
+        tm.solve(f.history, start(), [0.0, 1.0], compile=True, **HOW).y.sum().backward()
+    for _ in range(2):
+        with pytest.warns(tm.SolverWarning, match="compile=True"), torch.no_grad():
+            with pytest.raises(tm.InvalidFieldError, match="overwrites"):
+                tm.solve(Overwriting(), start().detach(), [0.0, 1.0], compile=True, **HOW)
+
+
 def test_errors_of_f_are_those_of_an_eager_solve(interpreted):
     with pytest.raises(tm.InvalidFieldError, match="y's shape"):
         tm.solve(lambda t, y: y[:2], start(), [0.0, 1.0], compile=True, **HOW)

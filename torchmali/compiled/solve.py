@@ -55,7 +55,7 @@ def solve_compiled(method: ReplayGradient, problem: Problem) -> Solved:
     looks = any([run.refresh.decides for run in schedule.runs])
     moves = CompiledMoves(_loops_of(problem, first), first, looks)
     try:
-        return solve_directly(method, problem._replace(field=first.field), schedule, moves)
+        return solve_directly(method, problem._replace(field=first.field.settled()), schedule, moves)
     except NotDirectError:
         raise NotCompiledError("") from None  # without a word: what is amiss is told by the eager solve
 
@@ -105,7 +105,9 @@ def _evaluate_first(problem: Problem) -> First:
     outside = list(recorder.unknown.values())
     theta = {id(x): i for i, x in enumerate(known.theta)} if problem.wants_gradient else {}
     places = [theta.get(id(x)) for x in outside]
-    return First(known.settled(), u, recorder.calls, outside, places)
+    if theta and any([x.grad_fn is not None and place is None for x, place in zip(outside, places, strict=True)]):
+        raise NotCompiledError("f reads a tensor that was computed outside it, and is not among its parameters")
+    return First(known, u, recorder.calls, outside, places)
 
 
 @contextlib.contextmanager

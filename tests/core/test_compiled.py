@@ -83,6 +83,14 @@ def test_numbers_are_those_of_eager_solves_and_one_trace_serves_all(interpreted)
     assert n_new(lambda: assert_many_as_eager(case)) == 1
 
 
+def test_two_pieces_of_code_serve_all_step_sizes(interpreted, monkeypatch):
+    case, made = MAKERS["mlp"](), []
+    monkeypatch.setattr(loops, "lowered", lambda graph, examples: made.append(graph) or graph)
+    for h in (1.0, 0.5, 0.1, 0.003):
+        assert_as_eager(case, [0.0, 1.0], controller=tm.FixedStep(h))
+    assert len(made) == 2
+
+
 QUICK = (
     "convolutions attention shared_parameters weight_norm dict_of_two two_dtypes trace_by_autograd trace_by_vjp "
     "further_arguments constant of_a_number own_function lent_parameters mapped buffers"

@@ -52,7 +52,7 @@ def solve_compiled(method: ReplayGradient, problem: Problem) -> Solved:
     if schedule is None:
         raise NotCompiledError("its steps are not planned")
     first = _evaluate_first(problem)
-    looks = any([run.refresh.decides for run in schedule.runs])
+    looks = isinstance(problem.solver, Leapfrog) and problem.solver.refresh_policy == "auto"
     moves = CompiledMoves(_loops_of(problem, first), first, looks)
     try:
         return solve_directly(method, problem._replace(field=first.field.settled()), schedule, moves)

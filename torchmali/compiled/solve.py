@@ -54,6 +54,8 @@ def solve_compiled(method: ReplayGradient, problem: Problem) -> Solved:
     first = _evaluate_first(problem)
     looks = isinstance(problem.solver, Leapfrog) and problem.solver.refresh_policy == "auto"
     moves = CompiledMoves(_loops_of(problem, first), first, looks)
+    if problem.wants_gradient and any([x.grad_fn is not None for x in moves.saved]):
+        raise NotCompiledError("f reads a tensor that was computed outside it, and is not among its parameters")
     try:
         return solve_directly(method, problem._replace(field=first.field.settled()), schedule, moves)
     except NotDirectError:
@@ -105,8 +107,6 @@ def _evaluate_first(problem: Problem) -> First:
     outside = list(recorder.unknown.values())
     theta = {id(x): i for i, x in enumerate(known.theta)} if problem.wants_gradient else {}
     places = [theta.get(id(x)) for x in outside]
-    if theta and any([x.grad_fn is not None and place is None for x, place in zip(outside, places, strict=True)]):
-        raise NotCompiledError("f reads a tensor that was computed outside it, and is not among its parameters")
     return First(known, u, recorder.calls, outside, places)
 
 

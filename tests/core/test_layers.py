@@ -61,6 +61,7 @@ LAYERS = [  # a module may import those named before it
     "gradients.replay",
     "gradients.aca",
     "gradients.direct",
+    "gradients.graphed",
     "gradients.mali",
     "solve",
     "torchdiffeq",

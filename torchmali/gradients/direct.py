@@ -20,7 +20,14 @@ from torchmali.controllers import FixedStep
 from torchmali.field.environment import in_forward_pass
 from torchmali.field.evaluate import Field
 from torchmali.gradients.base import Problem, Solved, refuse_double_backward
-from torchmali.gradients.replay import LIMITS, BackwardPass, Limits, OutputCotangents, ReplayGradient
+from torchmali.gradients.replay import (
+    LIMITS,
+    BackwardPass,
+    Limits,
+    OutputCotangents,
+    PulledSegment,
+    ReplayGradient,
+)
 from torchmali.loop.base import Integration, read
 from torchmali.loop.schedule import Schedule, schedule_of
 from torchmali.outputs.stored import StoredOutputs
@@ -30,7 +37,7 @@ from torchmali.solvers.cotangent import Cotangent
 from torchmali.solvers.leapfrog import Leapfrog
 from torchmali.state.floats import Floats
 from torchmali.state.vectors import Tensors, first_non_finite
-from torchmali.tape import Tape
+from torchmali.tape import Start, Tape
 
 
 class NotDirectError(Exception):
@@ -85,7 +92,7 @@ def _run(problem: Problem, schedule: Schedule) -> tuple[StoredOutputs, Floats]:
             refresher = refresher or Refresher(solver, False, range(len(z0)), schedule.n_steps)
         if refresher is not None:
             refresher.after_steps(len(steps) - 1, ())
-            if refresh.decides and _alternates(f, refresher, residuals, state, grid):
+            if refresh.decides and alternates(f, refresher, residuals, state, grid):
                 raise NotDirectError
             refresher.after_steps(1, residuals)
         if output is not None:
@@ -93,7 +100,7 @@ def _run(problem: Problem, schedule: Schedule) -> tuple[StoredOutputs, Floats]:
     return outputs, state
 
 
-def _alternates(f: Field, refresher: Refresher, residuals: list[Tensors], state: Floats, grid: Sequence[Any]) -> bool:
+def alternates(f: Field, refresher: Refresher, residuals: list[Tensors], state: Floats, grid: Sequence[Any]) -> bool:
     alternation = refresher.alternation(residuals, state.point, grid[-1] - grid[-2], f.environment.eps)
     return not read([alternation])[0] >= 0
 
@@ -131,33 +138,51 @@ class _Direct(torch.autograd.Function):
         # Detached: an f that calls y.requires_grad_() leaves its mark.
         z0, point, slope = [tuple([x.detach() for x in part]) for part in (saved[:n], saved[-2 * n : -n], saved[-n:])]
         f = field.with_tensors(saved[n : -2 * n], (), wants_t=False)
-        back = _BackwardPass(f, solver, schedule, times, grads, Floats(point, slope), z0)
+        back = DirectBackwardPass(f, solver, schedule, times, grads, Floats(point, slope), z0)
         with f.backward_pass(times[0], z0), torch.enable_grad():
-            (a, drift), n_reruns = back.pull(), 0
-            if drift is None:
-                passed, a = back.pull_along_tape(method)
-                drift, n_reruns = passed.drift, passed.n_reruns
-                method.judge_backward(passed)
-        counts = {"n_evals_backward": f.n_evals, "n_vjps": f.n_vjps, "n_reruns": n_reruns}
-        stats.count(reconstruction_error=drift, **counts)
+            a = back.run(method, stats)[0]
         return None, None, None, None, None, *a.sums
 
 
-class _BackwardPass(NamedTuple):
+class DirectBackwardPass(NamedTuple):
     """A backward pass over a schedule."""
 
     f: Field
     solver: Leapfrog
     schedule: Schedule
     times: Sequence[float]
-    grads: Sequence[Tensor | None]  # dL/dy
+    grads: Sequence[Sequence[Tensor | None] | Tensor | None]  # dL/dy
     end: Floats
     z0: Tensors
+    of_end: tuple[Tensors, Tensors] | None = None  # dL/d(z, v) at the end, beside what the outputs give; None: zero
 
-    def pull(self) -> tuple[Cotangent, float | None]:
-        """Return the cotangent at the start, and by how far that was missed; None: by more than can be trusted."""
+    def run(self, method: ReplayGradient, stats: Stats) -> tuple[Cotangent, bool]:
+        """Return the cotangent at the start, and whether all of the schedule could be rebuilt; count and warn."""
+        a, drift, rebuilt, start = self._pull()
+        n_reruns = 0
+        if drift is None:
+            passed, a = self._judged(method, a, rebuilt, start)
+            drift, n_reruns = passed.drift, passed.n_reruns
+            method.judge_backward(passed)
+        counts = {"n_evals_backward": self.f.n_evals, "n_vjps": self.f.n_vjps, "n_reruns": n_reruns}
+        stats.count(reconstruction_error=drift, **counts)
+        return a, not n_reruns
+
+    def _cotangent(self) -> Cotangent:
+        """dL/d(z, v) at the end, before the outputs."""
+        a = Cotangent.zero(self.end, len(self.f.theta), 0, 0)
+        if self.of_end is not None:
+            for whole, part in zip((*a.z, *a.v), (*self.of_end[0], *self.of_end[1]), strict=True):
+                whole.copy_(part)
+        return a
+
+    def _pull(self) -> tuple[Cotangent, float | None, Floats, Floats]:
+        """Return the cotangent at the start, and by how far that was missed (None: by more than can be trusted).
+
+        Also: the state there as it was rebuilt, and as it is.
+        """
         f, solver = self.f, self.solver
-        a = Cotangent.zero(self.end, len(f.theta), 0, 0)
+        a = self._cotangent()
         state: Any = self.end.fork()
         for run in reversed(self.schedule.runs):
             self._add_output(run.output, a)
@@ -165,19 +190,25 @@ class _BackwardPass(NamedTuple):
         self._add_output(0, a)
         start: Any = solver.pull_start(f, self.times[0], Floats(self.z0), a)[0]
         limits: Limits = max([LIMITS[z.dtype] for z in self.z0])
-        drift = state.deviation(start, self.end, solver.scale_of_v(self.times[-1] - self.times[0]), limits[:2])
+        drift = state.deviation(start, self.end, solver.scale_of_v(self.schedule.runs[-1].times[-1] - self.times[0]), limits[:2])
         is_small = limits.hold(drift, 8 * f.environment.eps_of_state * math.sqrt(self.schedule.n_steps))
-        return a, drift.component if is_small else None
+        return a, drift.component if is_small else None, state, start
 
     def _add_output(self, k: int | None, a: Cotangent) -> None:
         """Add dL/dy[k] to dL/dz."""
         if k is not None:
             for z, g in zip(a.z, self.grads, strict=True):
-                if g is not None:
-                    z.add_(g[k])
+                part = None if g is None else g[k]
+                if part is not None:
+                    z.add_(part)
 
-    def pull_along_tape(self, method: ReplayGradient) -> tuple[BackwardPass, Cotangent]:
-        """Pull back over the tape that the loop would have made; where it drifted, it is solved again."""
-        outputs = OutputCotangents(StoredOutputs(len(self.times)), self.times, self.grads)
+    def _judged(
+        self, method: ReplayGradient, a: Cotangent, rebuilt: Floats, start: Floats
+    ) -> tuple[BackwardPass, Cotangent]:
+        """Judge a start that was missed as the loop does, by the tape that it would have made; perhaps solve again."""
+        outputs: Any = OutputCotangents(StoredOutputs(len(self.times)), self.times, self.grads)  # pyright: ignore
         passed = BackwardPass(self.f, self.solver, self.z0, outputs, method.inverts, bool(method.reruns))
-        return passed, passed.run(self.schedule.events, [], self.end.fork(), passed.zero(self.end))[1]
+        head, *segment = self.schedule.events
+        assert isinstance(head, Start)
+        pulled = PulledSegment(head, segment, Floats(self.z0), rebuilt, start, self.end.fork())
+        return passed, passed.judged(pulled, a, None if self.of_end is None else self._cotangent())

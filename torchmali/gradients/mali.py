@@ -13,7 +13,9 @@ from torchmali.controllers import StepController
 from torchmali.errors import IncompatibleError, InvalidOptionError, warn
 from torchmali.gradients.base import Problem, Solved
 from torchmali.gradients.direct import NotDirectError, direct_schedule, solve_directly
+from torchmali.gradients.graphed import solve_with_graphs
 from torchmali.gradients.replay import LIMITS, BackwardPass, ReplayGradient
+from torchmali.loop.schedule import Schedule
 from torchmali.solution import TELL_LIMIT, short_repr
 from torchmali.solvers.base import ReversibleSolver, Solver
 from torchmali.solvers.leapfrog import Leapfrog
@@ -114,15 +116,29 @@ class MALI(ReplayGradient):
         return self.checkpoint_every is not None and not self.exact
 
     def solve(self, problem: Problem) -> Solved:
-        is_plain = self.memory is None and self.checkpoint_every in ("auto", None) and not self.exact
+        is_plain = self.checkpoint_every in ("auto", None) and not self.exact
         schedule = direct_schedule(problem) if is_plain else None
-        if schedule is None:
+        n_steps = 0 if schedule is None else self._steps_with_graphs(problem, schedule)
+        if schedule is None or (self.memory is not None and problem.wants_gradient and not n_steps):
             return super().solve(problem)
         try:
+            if n_steps:
+                return solve_with_graphs(self, problem, schedule, n_steps)
             return solve_directly(self, problem, schedule)
         except NotDirectError:
             field, outputs = problem.field.is_restless(), problem.outputs.again()
             return super().solve(problem._replace(field=field, outputs=outputs))
+
+    def _steps_with_graphs(self, problem: Problem, schedule: Schedule) -> int:
+        """How many steps of a schedule have graphs that fit into the memory."""
+        if self.memory is None or not problem.wants_gradient:
+            return 0
+        assert isinstance(problem.solver, Leapfrog)
+        n_reflects, n_steps = problem.solver.n_reflects, schedule.n_steps
+        z0 = tuple([z.detach() for z in problem.z0])
+        n_graphs = _bytes(self.memory) / max(1, problem.field.bytes_of_graph(problem.times[0], z0))
+        # The evaluation of v0 has a graph if all have one.
+        return n_steps if n_graphs >= n_steps * n_reflects + 1 else min(n_steps - 1, int(n_graphs / n_reflects))
 
     def tape(self, problem: Problem) -> Tape:
         longest = _longest(problem)

@@ -200,6 +200,17 @@ class OutputCotangents(NamedTuple):
         return InnerOutputs(first, times, not self.outputs.keeps_states, pull, samples=samples)
 
 
+class PulledSegment(NamedTuple):
+    """A segment over which a cotangent was pulled back."""
+
+    head: Start | Refresh | Step
+    segment: Sequence[Event]
+    truth: RewindableState  # the known state before the head
+    rebuilt: RewindableState  # the one with which the segment begins, as it was rebuilt
+    start: RewindableState  # and as it is
+    after: RewindableState  # the state at the end
+
+
 @dataclass
 class BackwardPass:
     """One backward pass over a tape, from segment to segment between known states."""
@@ -290,15 +301,29 @@ class BackwardPass:
             assert head.before is not None
             truth = state.rebuilt_with(kept[head.before])
         start = self._pull_head(head, truth, a)
-        is_wanting = compares and not self._trusts(state, start, after, segment, a)
-        if aside:
-            a.take_back(aside)
-        again = self._rerun(segment, start, after, aside or self.zero(state)) if is_wanting else None
-        if again is None:
+        pulled = PulledSegment(head, segment, truth, state, start, after)
+        if not compares:
+            if aside:
+                a.take_back(aside)
             return truth, a
-        self._pull_head(head, truth, again)
+        return truth, self.judged(pulled, a, aside)
+
+    def judged(self, pulled: PulledSegment, a: Cotangent, aside: Cotangent | None) -> Cotangent:
+        """The cotangent at the start of a segment over which `a` was pulled back: `a`, if the state there was rebuilt.
+
+        Else the segment is solved again. aside: the cotangent at its end; None: that is zero.
+        """
+        head, segment, truth, rebuilt, start, after = pulled
+        with self.f.without_graphs():
+            is_wanting = not self._trusts(rebuilt, start, after, segment, a)
+            if aside:
+                a.take_back(aside)
+            again = self._rerun(segment, start, after, aside or self.zero(rebuilt)) if is_wanting else None
+            if again is None:
+                return a
+            self._pull_head(head, truth, again)
         self.gain = max(self.gain, _difference(a.sums, again.sums))
-        return truth, again
+        return again
 
     def _pull_head(self, head: Start | Refresh | Step, before: RewindableState, a: Cotangent) -> RewindableState:
         """Pull `a` back over the event at the head of a segment; return the state with which the segment begins."""

@@ -242,12 +242,22 @@ class Leapfrog(AugmentedSolver, RunningSolver, InterpolatingSolver):
         return Attempt(state, combine(None, (h, -h, -h, h), (state.slope, end, v_in, f_in)), end, stages)
 
     def run(
-        self, f: Slope, times: Sequence[Time], state: State, n_observed: int = 0, record: Record | None = None
+        self,
+        f: Slope,
+        times: Sequence[Time],
+        state: State,
+        n_observed: int = 0,
+        record: Record | None = None,
+        e: Time = 0.0,
+        is_open: bool = False,
     ) -> tuple[State, Residuals]:
-        """`RunningSolver.run`. The drift that ends a step and the one that begins the next are one drift."""
+        """`RunningSolver.run`. The drift that ends a step and the one that begins the next are one drift.
+
+        is_open: leave out the last drift, `last_drift` long; e: that of the run before, if it was left out there.
+        """
         eta, (first, rest, observed) = self.eta, self.scheme
         residuals: Residuals = []
-        state, e, n_steps, make_start = state.fork(), 0.0, len(times) - 1, partial(_itself, state)
+        state, n_steps, make_start = state.fork(), len(times) - 1, partial(_itself, state)
         for i in range(n_steps):
             t0, h = times[i], times[i + 1] - times[i]
             if record is not None:
@@ -261,7 +271,11 @@ class Leapfrog(AugmentedSolver, RunningSolver, InterpolatingSolver):
                     residuals.append(added(u, state.slope, -1.0))
                 state, e = state.reflect(u, eta), c * h
             make_start = partial(_drifted_copy, state, e)
-        return state.drift(e), residuals
+        return state if is_open else state.drift(e), residuals
+
+    def last_drift(self, times: Sequence[Time]) -> Time:
+        """The length of the drift that ends a run over these times."""
+        return self.scheme.rest[-1][1] * (times[-1] - times[-2])
 
     def inverse(self, f: Slope, t0: Time, t1: Time, state: State) -> State:
         h, (first, rest, _) = t1 - t0, self.scheme
@@ -289,6 +303,7 @@ class Leapfrog(AugmentedSolver, RunningSolver, InterpolatingSolver):
                 state = state.drift(-e)
                 # One evaluation per reflect serves twice: u gives v back, and its graph the VJP.
                 recorded = f.record(t0 + node * h, state.point)
+                state = _at_kept(state, recorded)
                 self._pull_reflect(node, recorded, a)
                 state, e = state.unreflect(recorded.u, self.eta), 0.0
                 del recorded  # or it would still be there at the next evaluation
@@ -306,6 +321,7 @@ class Leapfrog(AugmentedSolver, RunningSolver, InterpolatingSolver):
             _pull_drift(c, h, state.slope if f.wants_t else (), a)
             state = state.drift(-c * h)
             recorded = f.record(t0 + node * h, state.point)
+            state = _at_kept(state, recorded)
             self._pull_reflect(node, recorded, a, inner and inner.stages[j])
             state = state.unreflect(recorded.u, self.eta)
             del recorded
@@ -320,7 +336,7 @@ class Leapfrog(AugmentedSolver, RunningSolver, InterpolatingSolver):
         for node, c in reversed(rest):
             state = state.drift(-c * h)
             recorded = f.record(t0 + node * h, state.apart(state.point))  # a graph needs the z that it was recorded at
-            state = state.unreflect(recorded.u, self.eta)
+            state = _at_kept(state, recorded).unreflect(recorded.u, self.eta)
             passed.append(Passed(node, c, recorded, state.apart(state.slope)))
         state = state.drift(-first * h)
         self._pull_passed(f, step, passed[::-1], slope, state.point, a)
@@ -372,6 +388,11 @@ class Leapfrog(AugmentedSolver, RunningSolver, InterpolatingSolver):
 
 def _itself(state: State) -> State:
     return state
+
+
+def _at_kept(state: State, recorded: Recorded) -> State:
+    """The state with the z of an evaluation whose graph was kept, without the round-off with which z was rebuilt."""
+    return state if recorded.z is None else state.with_point(recorded.z)
 
 
 def _drifted_copy(state: State, e: Time) -> State:

@@ -151,13 +151,28 @@ class Tape:
         del self.events[n_events:], self.kept[n_kept:]
         self.checkpoints = [position for position in self.checkpoints if position < n_events]
 
+    def limit(self, at_most: int) -> None:
+        """Keep no more than so many states from now on."""
+        if at_most:
+            self.at_most = at_most
+            while len(self.checkpoints) > at_most:
+                self._thin_out()
+            return
+        for position in self.checkpoints:
+            self._drop(position)
+        self.keep_every, self.at_most, self.checkpoints = None, None, []
+
+    def _drop(self, position: int) -> None:
+        """Drop the state before the step at this position in `events`."""
+        step = self.events[position]
+        assert isinstance(step, Step) and step.before is not None
+        self.kept[step.before] = Snapshot((), None)
+        self.events[position] = step._replace(before=None)
+
     def _thin_out(self) -> None:
         assert self.keep_every is not None
         for position in self.checkpoints[1::2]:
-            step = self.events[position]
-            assert isinstance(step, Step) and step.before is not None
-            self.kept[step.before] = Snapshot((), None)
-            self.events[position] = step._replace(before=None)
+            self._drop(position)
         self.checkpoints = self.checkpoints[::2]
         self.keep_every *= 2
 

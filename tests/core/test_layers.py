@@ -31,6 +31,7 @@ LAYERS = [  # a module may import those named before it
     "field.hooks",
     "field.parameters",
     "field.evaluate",
+    "field.recorder",
     "solvers.cotangent",
     "solvers.dense",
     "solvers.interpolation",

@@ -112,8 +112,13 @@ class Field:
         """A copy without theta and `fixed`, to be kept until the backward pass."""
         return copied(self, arguments=self.arguments.without_tensors(), args=(), theta=[])
 
-    def with_tensors(self: F, theta: Sequence[Tensor], fixed: Sequence[Tensor], wants_t: bool) -> F:
-        """A copy for one backward pass: theta and `fixed` as saved (args detached), counters at zero."""
+    def with_tensors(
+        self: F, theta: Sequence[Tensor], fixed: Sequence[Tensor], wants_t: bool, graphs: Graphs | None = None
+    ) -> F:
+        """A copy for one backward pass: theta and `fixed` as saved (args detached), counters at zero.
+
+        graphs: those that the forward pass kept.
+        """
         n = len(self.arguments.slots)
         moving = [x.detach().requires_grad_() for x in theta[:n]]
         arguments, environment = self.arguments.with_tensors(moving, fixed), self.environment.for_backward()
@@ -123,6 +128,7 @@ class Field:
             args=arguments.args,
             theta=[*moving, *theta[n:]],
             wants_t=wants_t,
+            graphs=graphs,
             environment=environment,
             n_evals=0,
             n_vjps=0,
@@ -449,6 +455,17 @@ class Field:
         Known after the first evaluations: nothing is to be done around each, and no buffers change.
         """
         return not self.needs_care and not self.environment.changing
+
+    @property
+    def last_n_evals(self) -> int | None:
+        """How many evaluations the last forward pass with this f took, if it is remembered."""
+        return None if self.behaviour is None else self.behaviour.n_evals or None
+
+    def remember_n_evals(self) -> None:
+        """Remember how many evaluations this forward pass took."""
+        known = None if self.key is None else recall(self.original, self.key)
+        if known is not None:
+            remember(self.original, self.key, known._replace(n_evals=self.n_evals))
 
     def bytes_of_graph(self, t: Time, z: Tensors) -> int:
         """The bytes that a recorded evaluation keeps alive: one evaluation, unless it is remembered."""

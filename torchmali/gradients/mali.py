@@ -11,6 +11,7 @@ import torch
 
 from torchmali.controllers import StepController
 from torchmali.errors import IncompatibleError, InvalidOptionError, warn
+from torchmali.field.recorder import Expected, Recorder
 from torchmali.gradients.base import Problem, Solved
 from torchmali.gradients.direct import NotDirectError, direct_schedule, solve_directly
 from torchmali.gradients.graphed import solve_with_graphs
@@ -24,6 +25,7 @@ from torchmali.state.fixed_point import PERIOD, FixedPoint, FixedPointArithmetic
 from torchmali.state.floats import Floats
 from torchmali.tape import Tape
 
+VARIES = 1.1  # factor by which the number of evaluations differs from one adaptive solve to the next
 GUESSED_STEPS = 32  # of an adaptive solve, before its first step
 UNITS = {"B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -155,6 +157,24 @@ class MALI(ReplayGradient):
         every = longest if self.checkpoint_every == "auto" else self.checkpoint_every
         assert not isinstance(every, str)
         return Tape(keep_every=every, rewinds=True)
+
+    def recorder(self, problem: Problem, tape: Tape) -> Recorder | None:
+        solver, field = problem.solver, problem.field
+        if self.memory is None or self.exact or not isinstance(solver, Leapfrog) or solver.eta != 1:
+            return None
+        n_steps, last = problem.n_steps, field.last_n_evals
+        if n_steps is not None:
+            n = n_steps * solver.n_reflects + 1
+            expected = Expected(n, n)
+        else:  # the number of adaptive steps varies from solve to solve
+            expected = Expected(0 if last is None else int(last / VARIES), None if last is None else int(last * VARIES))
+        size = max(1, self._bytes_of_state(problem))
+
+        def limit_states(n_bytes: float) -> None:
+            tape.limit(int(n_bytes // size))
+
+        n_per_step, wants_t = solver.n_reflects + 1, problem.t is not None
+        return Recorder(field, _bytes(self.memory), expected, n_per_step, wants_t, limit_states)
 
     def _bytes_of_state(self, problem: Problem) -> int:
         return 2 * sum(z.numel() * (8 if self.exact == "int64" else z.itemsize) for z in problem.z0)

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from torchmali._torch import foreach_norm
 from torchmali.field.evaluate import Field
+from torchmali.field.recorder import Recorder
 from torchmali.gradients.base import (
     GradientMethod,
     Problem,
@@ -88,8 +89,12 @@ class ReplayGradient(GradientMethod):
             return through_function(_Replay, self, problem)
         return self.solve_forward(problem, self.tape(problem) if problem.wants_code else None)
 
-    def solve_forward(self, problem: Problem, tape: Tape | None) -> Solved:
-        solved = solve_without_graph(problem, self.arithmetic(problem), tape)
+    def recorder(self, problem: Problem, tape: Tape) -> Recorder | None:
+        """What evaluates f in a forward pass whose graphs are kept, as far as they fit. Here: none are kept."""
+        return None
+
+    def solve_forward(self, problem: Problem, tape: Tape | None, recorder: Recorder | None = None) -> Solved:
+        solved = solve_without_graph(problem, self.arithmetic(problem), tape, recorder)
         self.judge_forward(problem, solved)
         return solved
 
@@ -119,8 +124,13 @@ class _Replay(torch.autograd.Function):
     def forward(
         ctx: Any, method: ReplayGradient, problem: Problem, found: list[Solved], *inputs: Tensor | None
     ) -> Tensors:
-        solved = method.solve_forward(problem, method.tape(problem))
+        tape = method.tape(problem)
+        recorder = method.recorder(problem, tape)
+        solved = method.solve_forward(problem, tape, recorder)
         found.append(solved)
+        # Used once, and gone: a second backward pass rebuilds all states.
+        ctx.graphs = None if recorder is None else recorder.graphs()
+        solved.stats.count(n_graphs=len(ctx.graphs or ()))
         field, outputs, fixed = problem.field, problem.outputs, problem.field.fixed
         end, tape, _ = solved.integration
         assert isinstance(end, RewindableState)
@@ -149,7 +159,8 @@ class _Replay(torch.autograd.Function):
         # Detached: an f that calls y.requires_grad_() leaves its mark.
         z0, *states = [tuple([x.detach() for x in leaves]) for leaves in (z0, *states)]
         end, *kept = map(Snapshot, states, forms)
-        f = field.with_tensors(theta, fixed, wants_t=ctx.needs_input_grad[3])
+        graphs, ctx.graphs = ctx.graphs, None
+        f = field.with_tensors(theta, fixed, wants_t=ctx.needs_input_grad[3], graphs=graphs)
         cotangents = OutputCotangents(outputs.with_tensors(observer, f.wants_t), times, grads)
         state = method.state.restore(end)
         passed = BackwardPass(f, solver, z0, cotangents, method.inverts, method.reruns)

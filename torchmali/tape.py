@@ -162,6 +162,14 @@ class Tape:
             self._drop(position)
         self.keep_every, self.at_most, self.checkpoints = None, None, []
 
+    def drop_after(self, t: Time) -> None:
+        """Drop the states before all steps that end after time t."""
+        steps = [(position, event) for position in self.checkpoints if isinstance(event := self.events[position], Step)]
+        after = {position for position, step in steps if (step.t1 - t) * (step.t1 - step.t0) > 0}
+        for position in after:
+            self._drop(position)
+        self.checkpoints = [position for position in self.checkpoints if position not in after]
+
     def _drop(self, position: int) -> None:
         """Drop the state before the step at this position in `events`."""
         step = self.events[position]

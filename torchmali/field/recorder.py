@@ -71,18 +71,23 @@ class Recorder:
     def _look(self, t: Time, z: Tensors) -> int:
         """Set how many graphs fit, and with which evaluation to begin."""
         size, about = max(1, self.field.bytes_of_graph(t, z)), self.expected.about
-        all_fit = about is not None and size * about <= self.budget
-        self.most = most = int((self.budget if all_fit else self.budget * (1 - 1 / SHARE)) // size)
+        has_all = about is not None and size * about <= self.budget
+        self.most = most = int((self.budget if has_all else self.budget * (1 - 1 / SHARE)) // size)
         self.first = self.expected.at_least - most
         if most:
             self.recording = self.field.for_recording(self.wants_t)
-            self.begun(0.0 if all_fit else self.budget / SHARE)
+            self.begun(0.0 if has_all else self.budget / SHARE)
         return most
 
     def forget(self, n: int) -> None:
         """Drop the graphs of all evaluations but the first n that were recorded."""
         while self.kept and self.kept[-1].number >= n:
             self.kept.pop()
+
+    @property
+    def first_time(self) -> Time | None:
+        """The time of the first evaluation whose graph is kept."""
+        return self.kept[0].t if self.kept else None
 
     def graphs(self) -> Graphs | None:
         """What was kept, at the end of the forward pass.
@@ -98,7 +103,7 @@ class Recorder:
 class RecordedEffects:
     """The side effects of an f that is recorded (loop/base.py): a rejected step takes its graphs with it."""
 
-    def __init__(self, effects: Any, recorder: Recorder):
+    def __init__(self, effects: Any, recorder: Recorder | Followed):
         self.effects, self.recorder = effects, recorder
 
     @property
@@ -114,3 +119,24 @@ class RecordedEffects:
     def reject(self, mark: Any) -> None:
         self.restore(mark)
         self.recorder.forget(mark[1])
+
+
+class TooManyEvaluationsError(Exception):
+    """Their graphs would not fit into the memory."""
+
+
+class Followed:
+    """f in a forward pass that autograd follows, within so many evaluations."""
+
+    n_recorded = 0
+
+    def __init__(self, field: Field, most: int):
+        self.field, self.most = field, most
+
+    def __call__(self, t: Time, z: Tensors) -> Tensors:
+        if self.field.n_evals >= self.most:
+            raise TooManyEvaluationsError
+        return self.field(t, z)
+
+    def forget(self, n: int) -> None:
+        """Nobody holds the graphs of a rejected step."""

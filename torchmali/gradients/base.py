@@ -16,7 +16,7 @@ from torchmali.controllers import StepController
 from torchmali.errors import DoubleBackwardError, NonRepeatableFieldError
 from torchmali.field.environment import in_forward_pass
 from torchmali.field.evaluate import Field
-from torchmali.field.recorder import RecordedEffects, Recorder
+from torchmali.field.recorder import Followed, RecordedEffects, Recorder
 from torchmali.integrate import integrate
 from torchmali.loop.base import Integration
 from torchmali.outputs.base import Outputs
@@ -84,7 +84,7 @@ def solve_forward(
     arithmetic: Any = Floats,
     tape: Tape | None = None,
     through_search: bool = False,
-    recorder: Recorder | None = None,
+    recorder: Recorder | Followed | None = None,
 ) -> Solved:
     """Solve a problem from z0 in the grad mode that is on. arithmetic, tape, through_search: see `integrate`.
 

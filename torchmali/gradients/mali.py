@@ -11,21 +11,24 @@ import torch
 
 from torchmali.controllers import StepController
 from torchmali.errors import IncompatibleError, InvalidOptionError, warn
-from torchmali.field.recorder import Expected, Recorder
-from torchmali.gradients.base import Problem, Solved
+from torchmali.field.recorder import Expected, Followed, Recorder, TooManyEvaluationsError
+from torchmali.gradients.base import Problem, Solved, solve_forward
 from torchmali.gradients.direct import NotDirectError, direct_schedule, solve_directly
 from torchmali.gradients.graphed import solve_with_graphs
 from torchmali.gradients.replay import LIMITS, BackwardPass, ReplayGradient
 from torchmali.loop.schedule import Schedule
+from torchmali.outputs.stored import StoredOutputs
 from torchmali.solution import TELL_LIMIT, short_repr
 from torchmali.solvers.base import ReversibleSolver, Solver
 from torchmali.solvers.leapfrog import Leapfrog
 from torchmali.state.base import RewindableState
 from torchmali.state.fixed_point import PERIOD, FixedPoint, FixedPointArithmetic
 from torchmali.state.floats import Floats
+from torchmali.state.traced import Traced
 from torchmali.tape import Tape
 
 VARIES = 1.1  # factor by which the number of evaluations differs from one adaptive solve to the next
+FEW_STATES = 16  # beside graphs
 GUESSED_STEPS = 32  # of an adaptive solve, before its first step
 UNITS = {"B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -118,6 +121,9 @@ class MALI(ReplayGradient):
         return self.checkpoint_every is not None and not self.exact
 
     def solve(self, problem: Problem) -> Solved:
+        followed = self._followed(problem)
+        if followed is not None:
+            return followed
         is_plain = self.checkpoint_every in ("auto", None) and not self.exact
         schedule = direct_schedule(problem) if is_plain else None
         n_steps = 0 if schedule is None else self._steps_with_graphs(problem, schedule)
@@ -130,6 +136,36 @@ class MALI(ReplayGradient):
         except NotDirectError:
             field, outputs = problem.field.is_restless(), problem.outputs.again()
             return super().solve(problem._replace(field=field, outputs=outputs))
+
+    def _followed(self, problem: Problem) -> Solved | None:
+        """Solve by plain autograd, if all graphs of a known f fit: as many as there were in the last solve with it.
+
+        None: they do not, or steps in a schedule need no loop.
+        """
+        field, times = problem.field, problem.times
+        last = field.last_n_evals
+        if last is None or self.memory is None or self.exact or not problem.wants_gradient:
+            return None
+        is_plain = type(problem.outputs) is StoredOutputs and problem.t is None and not problem.wants_code
+        if not is_plain or not isinstance(problem.solver, Leapfrog) or problem.solver.eta != 1:
+            return None
+        z0 = tuple([z.detach() for z in problem.z0])
+        most = int(_bytes(self.memory) / max(1, field.bytes_of_graph(times[0], z0)))
+        if VARIES * last > most or direct_schedule(problem) is not None:
+            return None
+        field = field.for_graphs()
+        try:
+            solved = solve_forward(
+                problem._replace(field=field, outputs=problem.outputs.again()),
+                problem.z0,
+                times,
+                arithmetic=Traced,
+                recorder=Followed(field, most),
+            )
+        except TooManyEvaluationsError:
+            return None
+        solved.stats.count(n_graphs=field.n_evals)
+        return solved
 
     def _steps_with_graphs(self, problem: Problem, schedule: Schedule) -> int:
         """How many steps of a schedule have graphs that fit into the memory."""
@@ -170,8 +206,10 @@ class MALI(ReplayGradient):
             expected = Expected(0 if last is None else int(last / VARIES), None if last is None else int(last * VARIES))
         size = max(1, self._bytes_of_state(problem))
 
+        n_states = max(FEW_STATES, math.isqrt(n_steps or 0))  # more of them would take more time than they save
+
         def limit_states(n_bytes: float) -> None:
-            tape.limit(int(n_bytes // size))
+            tape.limit(min(n_states, int(n_bytes // size)))
 
         n_per_step, wants_t = solver.n_reflects + 1, problem.t is not None
         return Recorder(field, _bytes(self.memory), expected, n_per_step, wants_t, limit_states)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from torchmali._torch import foreach_norm
-from torchmali.field.evaluate import Field
+from torchmali.field.evaluate import Field, Graphs
 from torchmali.field.recorder import Recorder
 from torchmali.gradients.base import (
     GradientMethod,
@@ -129,8 +129,9 @@ class _Replay(torch.autograd.Function):
         solved = method.solve_forward(problem, tape, recorder)
         found.append(solved)
         # Used once, and gone: a second backward pass rebuilds all states.
-        ctx.graphs = None if recorder is None else recorder.graphs()
-        solved.stats.count(n_graphs=len(ctx.graphs or ()))
+        ctx.graphs = None if recorder is None else _graphs(recorder, tape)
+        n_checkpoints = len(tape.checkpoints)
+        solved.stats.count(n_graphs=len(ctx.graphs or ()), n_checkpoints=n_checkpoints)
         field, outputs, fixed = problem.field, problem.outputs, problem.field.fixed
         end, tape, _ = solved.integration
         assert isinstance(end, RewindableState)
@@ -174,6 +175,14 @@ class _Replay(torch.autograd.Function):
         method.judge_backward(passed)
         a_t = torch.stack([f.scalar(x) for x in outputs.of_given_times(a.times)]).to(t[0]) if f.wants_t else None
         return (None, None, None, a_t, *a.sums, *a.observer)
+
+
+def _graphs(recorder: Recorder, tape: Tape) -> Graphs | None:
+    """The graphs that a forward pass kept. Nothing amplifies round-off there, and no state has to be kept."""
+    t, graphs = recorder.first_time, recorder.graphs()
+    if graphs is not None and t is not None:
+        tape.drop_after(t)
+    return graphs
 
 
 def _split(x: Sequence[Tensor], sizes: Sequence[int]) -> list[Sequence[Tensor]]:

@@ -476,12 +476,18 @@ class Field:
 
         def record() -> None:
             with torch.enable_grad():
-                found.append(copied(self, graphs=None, looks_for_leaves=False, needs_care=False).record(t, tuple([x.clone() for x in z])))
+                found.append(
+                    copied(self, graphs=None, looks_for_leaves=False, needs_care=False).record(
+                        t, tuple([x.clone() for x in z])
+                    )
+                )
 
         modules = [x for m in self.environment.modules for x in (*m.parameters(False), *m.buffers(False))]
         loose = [x for place in self.environment.loose if (x := place.tensor) is not None]
         self.count_evaluation()
-        size = saved_bytes(record, [*self.theta, *self.fixed, *modules, *loose], lambda: (*found[0].inputs[: len(z)], *found[0].u))
+        size = saved_bytes(
+            record, [*self.theta, *self.fixed, *modules, *loose], lambda: (*found[0].inputs[: len(z)], *found[0].u)
+        )
         if known is not None:
             remember(self.original, self.key, known._replace(graph_bytes=size))
         return size

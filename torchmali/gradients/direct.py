@@ -20,14 +20,7 @@ from torchmali.controllers import FixedStep
 from torchmali.field.environment import in_forward_pass
 from torchmali.field.evaluate import Field
 from torchmali.gradients.base import Problem, Solved, refuse_double_backward
-from torchmali.gradients.replay import (
-    LIMITS,
-    BackwardPass,
-    Limits,
-    OutputCotangents,
-    PulledSegment,
-    ReplayGradient,
-)
+from torchmali.gradients.replay import LIMITS, BackwardPass, Limits, OutputCotangents, PulledSegment, ReplayGradient
 from torchmali.loop.base import Integration, read
 from torchmali.loop.schedule import Schedule, schedule_of
 from torchmali.outputs.stored import StoredOutputs
@@ -190,7 +183,9 @@ class DirectBackwardPass(NamedTuple):
         self._add_output(0, a)
         start: Any = solver.pull_start(f, self.times[0], Floats(self.z0), a)[0]
         limits: Limits = max([LIMITS[z.dtype] for z in self.z0])
-        drift = state.deviation(start, self.end, solver.scale_of_v(self.schedule.runs[-1].times[-1] - self.times[0]), limits[:2])
+        drift = state.deviation(
+            start, self.end, solver.scale_of_v(self.schedule.runs[-1].times[-1] - self.times[0]), limits[:2]
+        )
         is_small = limits.hold(drift, 8 * f.environment.eps_of_state * math.sqrt(self.schedule.n_steps))
         return a, drift.component if is_small else None, state, start
 

@@ -28,7 +28,7 @@ from torchmali.solvers.leapfrog import Leapfrog, Residuals
 from torchmali.state.base import State
 from torchmali.state.floats import Floats
 from torchmali.state.traced import Traced
-from torchmali.state.vectors import Tensors, added, first_non_finite
+from torchmali.state.vectors import Tensors, Time, added, first_non_finite
 from torchmali.tape import Tape
 
 
@@ -85,7 +85,7 @@ def _solved(
     f, z0, times, solver = problem.field, problem.z0, problem.times, _leapfrog(problem)
     steps = Steps(f, solver, times, schedule.n_steps)
     ends: list[Tensors] = [z0]
-    e = 0.0
+    e: Time = 0.0
     if cut.head:
         n, n_ends = len(z0), len([run for run in cut.head if run.output is not None])
         found = _Head.apply(method, problem, cut, steps, stats, *problem.inputs)
@@ -107,7 +107,7 @@ class Steps:
         self.residuals: Residuals = []  # of the part of a run before a cut
         self.n_before = 0  # steps of that part
 
-    def take(self, runs: Sequence[Run], state: Any, ends: list[Tensors], e: float = 0.0, is_open: bool = False) -> Any:
+    def take(self, runs: Sequence[Run], state: Any, ends: list[Tensors], e: Time = 0.0, is_open: bool = False) -> Any:
         """Take runs from `state`; append y at output times to `ends`.
 
         e, is_open: see Leapfrog.run, of the first and the last of these runs.

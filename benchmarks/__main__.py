@@ -11,7 +11,7 @@ import argparse
 import subprocess
 import sys
 
-MODULES = ("gradients", "exact", "environment", "overhead", "work_precision", "images")
+MODULES = ("gradients", "budget", "exact", "environment", "overhead", "work_precision", "images")
 
 
 def main() -> None:

@@ -45,7 +45,8 @@ class MALI(ReplayGradient):
     needs). checkpoint_every: keep every K-th state and go on from it; what drifts in between is solved
     again with more states kept. "auto" keeps none, unless the solver amplifies round-off by itself (damping): then as
     many as that takes; and if the start is not met, it solves again with about sqrt(n_steps) states. None: never.
-    memory: as "256MiB", what "auto" may fill with checkpoints. unsafe_damping: allow damped steps to be inverted
+    memory: as "2GiB", what "auto" may fill with graphs of the last evaluations, which the backward pass then takes in
+    place of evaluations (plain autograd, if all fit), and with checkpoints. unsafe_damping: allow damped steps to be inverted
     without any, as published.
     """
 

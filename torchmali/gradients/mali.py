@@ -46,8 +46,8 @@ class MALI(ReplayGradient):
     again with more states kept. "auto" keeps none, unless the solver amplifies round-off by itself (damping): then as
     many as that takes; and if the start is not met, it solves again with about sqrt(n_steps) states. None: never.
     memory: as "2GiB", what "auto" may fill with graphs of the last evaluations, which the backward pass then takes in
-    place of evaluations (plain autograd, if all fit), and with checkpoints. unsafe_damping: allow damped steps to be inverted
-    without any, as published.
+    place of evaluations (plain autograd, if all fit), and with checkpoints. unsafe_damping: allow damped steps to be
+    inverted without any, as published.
     """
 
     exact: bool | str = False

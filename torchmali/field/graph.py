@@ -68,19 +68,18 @@ def saved_bytes(record: Callable[[], None], known: Sequence[Tensor], others: Cal
 
     with saved_tensors_hooks(pack, unpack):
         record()
-    sizes: dict[int, int] = {}
-    for x in (*saved, *others()):
-        key, size = _storage(x)
-        sizes[key] = size
-    for x in known:
-        sizes.pop(_storage(x)[0], None)
+    everything = (*saved, *others())
+    storages = [*map(_storage, everything), *map(_storage, known)]  # all alive at once, or a key might come back
+    sizes = {key: size for key, size, _ in storages[: len(everything)]}
+    for key, _, _ in storages[len(everything) :]:
+        sizes.pop(key, None)
     return sum(sizes.values())
 
 
-def _storage(x: Tensor) -> tuple[int, int]:
-    """What tells the storage of a tensor from others, and its bytes."""
+def _storage(x: Tensor) -> tuple[int, int, Any]:
+    """What tells the storage of a tensor from others, its bytes, and the storage itself."""
     try:
         storage = x.untyped_storage()
-        return storage_key(storage), storage.nbytes()
+        return storage_key(storage), storage.nbytes(), storage
     except (NotImplementedError, RuntimeError):  # a layout without one: sparse
-        return id(x), x.element_size() * x.numel()
+        return id(x), x.element_size() * x.numel(), x

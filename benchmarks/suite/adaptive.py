@@ -16,7 +16,7 @@ from benchmarks.suite.limits import say_adaptive
 
 PROBLEMS = ("W1", "W2", "W3", "W4", "latent", "cde", "odenet", "mlp", "vdp", "lorenz", "lv")
 SETTINGS = {
-    "rtol": [1e-3, 1e-5], "seconds": 20, "fewest": 5, "most": 30, "too_slow": 5.0,
+    "rtol": [1e-3, 1e-5], "seconds": 10, "fewest": 5, "most": 30, "too_slow": 5.0,
     "heavy": {"W3": {"rtol": [1e-3], "fewest": 3}},
 }  # fmt: skip
 SMOKE = {"rtol": [1e-2], "seconds": 0, "fewest": 2, "most": 2, "too_slow": 5.0, "heavy": {}}

@@ -18,11 +18,16 @@ def methods_for(bench: Bench, problem: str, without: Sequence[str] = ()) -> list
 
 
 def row_of(
-    bench: Bench, problem: str, method: str, how: Mapping[str, Any], dtype: str | None = None
+    bench: Bench,
+    problem: str,
+    method: str,
+    how: Mapping[str, Any],
+    dtype: str | None = None,
+    reference: str | None = None,
 ) -> tuple[Case | None, Row]:
     """Prepare a case and count; return it with its row, or None and a row without counts if the method fails.
 
-    dtype: another one than that of the measurement.
+    dtype: another one than that of the measurement. reference: the file of a gradient, if errors are wanted.
     """
     case, about = bench.case(problem, method, how, dtype)
     row: Row = {"method": method, **how} | ({"dtype": dtype} if dtype else {})
@@ -32,7 +37,7 @@ def row_of(
     if about["compile_seconds"] is not None:
         row["compile_seconds"] = round(about["compile_seconds"], 2)
     try:
-        return case, row | case.ask("counts") | {"peak_bytes": case.ask("peak")["bytes"]}
+        return case, row | case.ask("measure", reference=reference)
     except Failure as failure:
         bench.failures[case.key] = str(failure)
         return None, row

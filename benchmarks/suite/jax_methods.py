@@ -111,7 +111,7 @@ class Case:
         return found.temp_size_in_bytes + found.output_size_in_bytes
 
     def gradient(self) -> np.ndarray:
-        self.run()
+        """The gradient by y0 and all parameters of the last run, as one vector in float64."""
         by_y0, by_params = self.result[1]
         found = [by_y0, *(by_params[name] for name in self.problem.params)]
         return np.concatenate([np.asarray(x, np.float64).ravel() for x in found])

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 import torchmali as tm
 from benchmarks.suite.problems import Problem
-from torchmali.measure import peak_bytes
+from torchmali.measure import LiveBytes
 
 PACKAGES = ("torch", "torchmali", "torchdiffeq", "torchode", "TorchDiffEqPack")
 MAX_STEPS = 10_000
@@ -214,11 +214,13 @@ class Case:
         return {"forward": self.forward, "backward": CALLS[0] - before - self.forward}
 
     def peak_bytes(self) -> int:
-        return peak_bytes(self.run)
+        """Peak bytes of live tensors; the case has been run before."""
+        with LiveBytes() as live:
+            self.run()
+        return live.peak
 
     def gradient(self) -> np.ndarray:
-        """The gradient by y0 and all parameters, as one vector in float64."""
-        self.run()
+        """The gradient by y0 and all parameters of the last run, as one vector in float64."""
         found = [torch.zeros_like(x) if x.grad is None else x.grad for x in (self.y, *self.f.parameters())]
         return torch.cat([x.double().flatten() for x in found]).numpy()
 
@@ -234,6 +236,7 @@ def reference(problem: Problem, n_times: int | None) -> tuple[np.ndarray, float]
             return tm.solve(f, y, case.times, solver=tm.Dopri8(), controller=controller, gradient=tm.ACA()).y
 
         case.solve = solve
+        case.run()
         found.append(case.gradient())
     return found[0], error_of(found[1], found[0])
 

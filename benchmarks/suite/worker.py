@@ -34,14 +34,11 @@ class Worker:
         return {"methods": [name for name in self.methods.METHODS if name not in missing], "packages": packages}
 
     def prepare(self, key: str, problem: str, method: str, how: dict[str, Any], dtype: str) -> dict[str, Any]:
-        """Make a case and run it twice, to warm up. A method that takes long is run once."""
+        """Make a case and run it once."""
         self.cases[key] = case = self.methods.Case(PROBLEMS[problem], method, how, dtype)
         start = time.process_time()
         case.run()
-        seconds = time.process_time() - start
-        if seconds < 1.0:
-            case.run()
-        return {"compile_seconds": case.compile_seconds, "seconds": seconds}
+        return {"compile_seconds": case.compile_seconds, "seconds": time.process_time() - start}
 
     def forget(self) -> dict[str, Any]:
         self.cases.clear()
@@ -53,19 +50,17 @@ class Worker:
         case.run()
         return {"cpu": time.process_time() - start[0], "wall": time.perf_counter() - start[1]}
 
-    def counts(self, key: str) -> dict[str, Any]:
-        return self.cases[key].counts()
-
-    def peak(self, key: str) -> dict[str, int]:
-        return {"bytes": self.cases[key].peak_bytes()}
-
-    def error(self, key: str, reference: str) -> dict[str, float | None]:
-        """Relative error of the gradient; None: it is not finite."""
-        if reference not in self.references:
-            self.references[reference] = np.load(reference)
-        exact, found = self.references[reference], self.cases[key].gradient()
-        error = float(np.linalg.norm(found - exact) / np.linalg.norm(exact))
-        return {"error": error if np.isfinite(error) else None}
+    def measure(self, key: str, reference: str | None = None) -> dict[str, Any]:
+        """Evaluations, and peak bytes; with a reference the error of the gradient, None if that is not finite."""
+        case = self.cases[key]
+        found = case.counts()
+        if reference is not None:
+            if reference not in self.references:
+                self.references[reference] = np.load(reference)
+            exact, gradient = self.references[reference], case.gradient()
+            error = float(np.linalg.norm(gradient - exact) / np.linalg.norm(exact))
+            found["error"] = float(f"{error:.4g}") if np.isfinite(error) else None
+        return found | {"peak_bytes": case.peak_bytes()}
 
     def reference(self, problem: str, path: str, n_times: int | None = None) -> dict[str, float]:
         gradient, difference = self.methods.reference(PROBLEMS[problem], n_times)

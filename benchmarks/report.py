@@ -18,6 +18,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from benchmarks.suite import limits
 from benchmarks.suite.driver import RECORDS, records
@@ -35,6 +36,7 @@ METHODS = (
 PEERS = METHODS[3:]
 BASE = "torchdiffeq naive"
 SHOWN_TARGETS = (1e-3, 1e-5, 1e-7)
+DRAWN_TARGETS = tuple(10 ** (-k / 8) for k in range(8, 73))
 LINES: dict[str, dict[str, Any]] = {
     "MALI": {"linewidth": 2.4, "zorder": 5},
     "ACA": {"linewidth": 1.6},
@@ -113,13 +115,12 @@ def verdicts(found: Kinds) -> list[Verdict]:
 
 
 def of_precision(found: Kinds) -> str:
-    """One table: CPU milliseconds to three errors, and evaluations and memory to the middle one."""
+    """One table for each problem: CPU milliseconds to three errors, and evaluations and memory to the middle one."""
     parts = []
     for record in found["precision"].values():
         rows = []
         for method in limits.methods_in(record):
-            seconds = [limits.seconds_to(record, method, target) for target in SHOWN_TARGETS]
-            cells = [short(1e3 * statistics.median(x)) if x else "-" for x in seconds]
+            cells = [milliseconds_to(record, method, target) for target in SHOWN_TARGETS]
             ratio = limits.time_ratio_to(record, method, BASE, limits.AT_TARGET)
             forward = limits.counted_to(record, method, limits.AT_TARGET, "forward")
             both = limits.counted_to(record, method, limits.AT_TARGET, "evaluations")
@@ -131,6 +132,12 @@ def of_precision(found: Kinds) -> str:
         )  # fmt: skip
         parts.append(f"**{record['title']}**\n\n{table(head, rows)}")
     return "\n".join(parts)
+
+
+def milliseconds_to(record: Record, method: str, target: float) -> str:
+    seconds = limits.seconds_to(record, method, target)
+    most = limits.is_upper_limit(target, [row["error"] for row in limits.rows_of(record, method)])
+    return f"{'≤ ' if most else ''}{short(1e3 * statistics.median(seconds))}" if seconds else "-"
 
 
 def kilobytes(n: float | None) -> str:
@@ -242,7 +249,12 @@ def memory_against(found: Kinds, peer: str, names: Sequence[str]) -> str:
         )
         if a and b:
             shares.append(a / b)
-    return f"Its peak memory is {min(shares):.2g} to {max(shares):.2g} times the other's." if shares else ""
+    return f"{span_of(shares)} times the other's memory." if shares else ""
+
+
+def span_of(shares: Sequence[float]) -> str:
+    ends = dict.fromkeys(f"{x:.2g}" for x in (min(shares), max(shares)))
+    return f"It takes {' to '.join(ends)}"
 
 
 SHORT = {
@@ -300,7 +312,8 @@ def page(found: Kinds) -> str:
         who(found),
         "![Time and memory to a gradient error of 1e-5, by method](performance-memory.png)\n",
         "## Work against precision\n\nThe tolerance is tightened until the gradient is right. Work for an error is "
-        "interpolated between two runs; float64.\n\n![CPU time against gradient error](performance-precision.png)\n",
+        "interpolated between two runs; float64. A number after ≤ is that of the loosest run that did not fail, which "
+        "was right already.\n\n![CPU time against gradient error](performance-precision.png)\n",
         of_precision(found),
         "## Fixed steps\n\nfloat32. The eager limit is the time of evaluations alone: N without a graph, N with one "
         "and its vector-Jacobian product.\n",
@@ -332,26 +345,35 @@ def legend(figure: Figure, methods: Sequence[str], **more: Any) -> None:
 def draw_precision(path: Path, found: Kinds) -> None:
     chosen = found["precision"]
     n_rows = math.ceil(len(chosen) / 3)
-    figure = Figure(figsize=(11, 0.7 + 2.7 * n_rows), layout="constrained")
-    panels = figure.subplots(n_rows, 3, squeeze=False).flat
-    for ax, record in zip(panels, chosen.values(), strict=False):
-        style.plain_axes(ax, record["title"].split(":")[0].split(",")[0])
+    figure = Figure(figsize=(11, 1.0 + 2.7 * n_rows), layout="constrained")
+    panels: Sequence[Axes] = list(figure.subplots(n_rows, 3, squeeze=False).flat)
+    for i, (ax, record) in enumerate(zip(panels, chosen.values(), strict=False)):
+        bottom = i + 3 >= len(chosen)
+        style.plain_axes(ax, plain_title(record), "relative error of the gradient" if bottom else "")
         for method in limits.methods_in(record):
             ax.plot(*precision_line(record, method), **look(method))
-        ax.set_xlim(3e-1, 1e-9)
         style.log_scale(ax, x=True)
-    for ax in list(panels)[len(chosen) :]:
+        ax.set_xlim(1e-1, 1e-9)
+    for ax in panels[len(chosen) :]:
         ax.set_visible(False)
-    figure.supxlabel("relative error of the gradient", fontsize=10, color=style.INK)
-    figure.supylabel("CPU milliseconds of a gradient", fontsize=10, color=style.INK)
+    for ax in panels[::3]:
+        ax.set_ylabel("CPU milliseconds", fontsize=9, color=style.INK)
     legend(figure, METHODS)
     figure.savefig(path, dpi=120)
 
 
+def plain_title(record: Record) -> str:
+    return record["title"].split(":")[0].split(",")[0]
+
+
 def precision_line(record: Record, method: str) -> tuple[list[float], list[float]]:
-    """Error and milliseconds of the runs of a method; the time of a single run where none was timed in rounds."""
-    rows = [row for row in limits.rows_of(record, method) if row["error"] and "forward" in row]
-    return [row["error"] for row in rows], [median_ms(row) or 1e3 * row["seconds"] for row in rows]
+    """Errors, and the milliseconds to reach them; those of a single run where none was timed in rounds."""
+    rows = limits.rows_of(record, method)
+    errors = [row["error"] for row in rows]
+    times = [None if "seconds" not in row else median_ms(row) or 1e3 * row["seconds"] for row in rows]
+    points = [(target, limits.work_to(target, errors, times)) for target in DRAWN_TARGETS]
+    known = [(target, work) for target, work in points if work is not None]
+    return [target for target, _ in known], [work for _, work in known]
 
 
 def draw_memory(path: Path, found: Kinds) -> None:
@@ -367,7 +389,11 @@ def draw_memory(path: Path, found: Kinds) -> None:
                 mark = "o" if method in METHODS[:3] else "D"
                 x, y = 1e3 * statistics.median(seconds), peak / 1e6
                 ax.plot(x, y, mark, color=style.COLORS[method], markersize=9 if method == "MALI" else 6.5)
-        style.log_scale(ax, x=True)
+        ax.set(xscale="log", yscale="log")
+        for axis in (ax.xaxis, ax.yaxis):
+            axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axis.set_major_formatter("{x:g}")
+            axis.set_minor_formatter(NullFormatter())
         ax.margins(0.15)
     list(figure.axes)[0].set_ylabel("peak MB", fontsize=9, color=style.INK)
     handles = [
@@ -382,7 +408,7 @@ def draw_outputs(path: Path, found: Kinds) -> None:
     figure = Figure(figsize=(11, 3.8), layout="constrained")
     panels: Sequence[Axes] = list(figure.subplots(1, max(1, len(found["outputs"])), squeeze=False).flat)
     for ax, record in zip(panels, found["outputs"].values(), strict=False):
-        style.plain_axes(ax, record["title"].split(":")[0].split(",")[0], "output times", "")
+        style.plain_axes(ax, plain_title(record), "output times")
         for method in limits.methods_in(record):
             rows = [row for row in limits.rows_of(record, method) if "forward" in row]
             total = [row["forward"] + (row["backward"] or 0) for row in rows]

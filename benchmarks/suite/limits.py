@@ -159,9 +159,9 @@ def fixed(record: Record) -> Iterator[Verdict]:
         seconds = exponent(n, [statistics.median(row["cpu"]) for row in growth])
         peaks = [row["peak_bytes"] for row in growth]
         which = f"{name}, {n[0]} to {n[-1]} steps, {dtype}"
-        yield Verdict(f"{which}: |exponent of evaluations in N - 1|", abs(counts - 1), COUNT_EXPONENT)
-        yield Verdict(f"{which}: |exponent of time in N - 1|", abs(seconds - 1), TIME_EXPONENT)
-        yield Verdict(f"{which}: largest peak / smallest", max(peaks) / min(peaks), FLAT)
+        yield Verdict(f"{which}: distance from 1 of the exponent of evaluations in N", abs(counts - 1), COUNT_EXPONENT)
+        yield Verdict(f"{which}: distance from 1 of the exponent of time in N", abs(seconds - 1), TIME_EXPONENT)
+        yield Verdict(f"{which}: largest peak memory / smallest", max(peaks) / min(peaks), FLAT)
 
 
 def precision(record: Record) -> Iterator[Verdict]:

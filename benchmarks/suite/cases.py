@@ -24,11 +24,14 @@ def row_of(
     how: Mapping[str, Any],
     dtype: str | None = None,
     reference: str | None = None,
+    memory: bool = True,
 ) -> tuple[Case | None, Row]:
     """Prepare a case and count; return it with its row, or None and a row without counts if the method fails.
 
     dtype: another one than that of the measurement. reference: the file of a gradient, if errors are wanted.
+    memory: whether peak bytes are wanted, which takes longer than a run.
     """
+    how = {name: float(f"{value:.6g}") if isinstance(value, float) else value for name, value in how.items()}
     case, about = bench.case(problem, method, how, dtype)
     row: Row = {"method": method, **how} | ({"dtype": dtype} if dtype else {})
     if case is None:
@@ -37,7 +40,7 @@ def row_of(
     if about["compile_seconds"] is not None:
         row["compile_seconds"] = round(about["compile_seconds"], 2)
     try:
-        return case, row | case.ask("measure", reference=reference)
+        return case, row | case.ask("measure", reference=reference, memory=memory)
     except Failure as failure:
         bench.failures[case.key] = str(failure)
         return None, row

@@ -19,7 +19,7 @@ PROBLEMS = ("W1", "W2", "W3", "W4", "odenet")
 SETTINGS = {
     "timed": [50], "counted": [10, 50, 200], "growth": [50, 100, 200, 500, 1000, 2000], "growth_of": ["W1"],
     "seconds": 12, "fewest": 7, "most": 40,
-    "heavy": {"W3": {"timed": [10], "counted": [10], "pair_at": 50}},
+    "heavy": {"W2": {"counted": [10, 50]}, "W3": {"timed": [10], "counted": [10], "pair_at": 50}},
 }  # fmt: skip
 SMOKE = {
     "timed": [3], "counted": [3], "growth": [2, 4], "growth_of": ["W1"],

@@ -24,7 +24,7 @@ def measure(bench: Bench, problem: str, settings: Any) -> dict[str, Any]:
     for method in methods_for(bench, problem):
         for n in settings["n_times"]:
             how = {"rtol": settings["rtol"], "atol": settings["rtol"] / 10, "n_times": n}
-            case, row = row_of(bench, problem, method, how)
+            case, row = row_of(bench, problem, method, how, memory=False)
             rows.append(row)
             if case is None or row["seconds"] > settings["too_slow"]:
                 break

@@ -50,8 +50,8 @@ class Worker:
         case.run()
         return {"cpu": time.process_time() - start[0], "wall": time.perf_counter() - start[1]}
 
-    def measure(self, key: str, reference: str | None = None) -> dict[str, Any]:
-        """Evaluations, and peak bytes; with a reference the error of the gradient, None if that is not finite."""
+    def measure(self, key: str, reference: str | None = None, memory: bool = True) -> dict[str, Any]:
+        """Evaluations; with `memory` peak bytes; with a reference the error of the gradient, None if not finite."""
         case = self.cases[key]
         found = case.counts()
         if reference is not None:
@@ -60,7 +60,7 @@ class Worker:
             exact, gradient = self.references[reference], case.gradient()
             error = float(np.linalg.norm(gradient - exact) / np.linalg.norm(exact))
             found["error"] = float(f"{error:.4g}") if np.isfinite(error) else None
-        return found | {"peak_bytes": case.peak_bytes()}
+        return found | ({"peak_bytes": case.peak_bytes()} if memory else {})
 
     def reference(self, problem: str, path: str, n_times: int | None = None) -> dict[str, float]:
         gradient, difference = self.methods.reference(PROBLEMS[problem], n_times)

@@ -99,7 +99,7 @@ def test_a_record_holds_what_its_kind_says(name, tmp_path):
     assert found == json.loads(json.dumps(record))
     rows = found["results"]["rows"]
     assert {"MALI", "torchdiffeq naive"} <= {row["method"] for row in rows}
-    assert all(row["forward"] > 0 and row["peak_bytes"] > 0 for row in rows)
+    assert all(row["forward"] > 0 and (name == "outputs" or row["peak_bytes"] > 0) for row in rows)
     assert driver.is_done(kind, problem, kind.smoke, tmp_path)
     assert not driver.is_done(kind, problem, kind.settings, tmp_path)
 

@@ -54,8 +54,8 @@ benchmarks.report`; every number on this page, and every sentence about who is f
 - **torchdiffeq** (naive and adjoint), **torchode** (plain autograd) and **diffrax** (its default, recursive
   checkpoints, and backsolve) take Dopri5 with tolerances. With fixed steps they take methods of order 2 with two
   evaluations in a step, the midpoint rule or (torchode) Heun's. **TorchDiffEqPack MALI** is the code of the paper.
-  diffrax is compiled by jax, in a process of its own; its evaluations follow from its number of steps, and those of its
-  backward pass are not known.
+  diffrax is compiled by jax, in a process of its own; its evaluations follow from its number of steps. Those of its
+  backward pass are counted for the table of output times alone.
 - Times are CPU seconds of the process, on one thread and one core. Every case runs once in a round, in random order;
   ratios are medians of those within a round, with quartiles in parentheses. Memory is the peak of live tensors during
   the forward and the backward pass (diffrax: what its compiled code says it needs). The time that jax takes to compile

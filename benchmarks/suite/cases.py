@@ -29,7 +29,8 @@ def row_of(
     """Prepare a case and count; return it with its row, or None and a row without counts if the method fails.
 
     dtype: another one than that of the measurement. reference: the file of a gradient, if errors are wanted.
-    memory: whether peak bytes are wanted, which takes longer than a run.
+    memory: whether peak bytes are wanted; if not, jax's evaluations in the backward pass are counted, each case being
+    compiled once more.
     """
     how = {name: float(f"{value:.6g}") if isinstance(value, float) else value for name, value in how.items()}
     case, about = bench.case(problem, method, how, dtype)

@@ -20,7 +20,7 @@ ADJOINTS: dict[str, Callable[[], Any]] = {
     "diffrax backsolve": diffrax.BacksolveAdjoint,
 }
 METHODS = ADJOINTS
-PER_STEP, AT_START = 6, 3  # evaluations of Dopri5: f(t1, y1) is the next step's first; two more choose the first step
+PER_STEP, AT_START = 6, 1  # evaluations of Dopri5: f(t1, y1) is the next step's first
 
 
 class Ops:
@@ -54,16 +54,14 @@ def missing() -> dict[str, str]:
     return {}
 
 
-@functools.cache
-def compiled(problem: Problem, method: str, n_steps: int | None, n_times: int, dtype: str) -> tuple[Any, float]:
-    """Compile the gradient of a problem by y0 and its parameters; return it, and the seconds that took.
-
-    Tolerances are arguments of what was compiled, the number of steps is not.
-    """
+def loss_of(problem: Problem, method: str, n_steps: int | None, n_times: int, dtype: str, tick: Any = None) -> Any:
+    """The loss as a function of y0, the parameters, rtol and atol; tick is called at every evaluation of f."""
     constants = {name: jnp.asarray(x, dtype) for name, x in problem.constants.items()}
     times = np.linspace(0.0, problem.span, n_times)
 
     def field(t: Any, y: Any, params: Any) -> Any:
+        if tick:
+            jax.debug.callback(tick)
         return problem.rule(Ops, t, y, {**constants, **params})
 
     def loss(y0: Any, params: Any, rtol: Any, atol: Any) -> Any:
@@ -79,9 +77,26 @@ def compiled(problem: Problem, method: str, n_steps: int | None, n_times: int, d
         )  # fmt: skip
         return (solution.ys**2).sum() / (1 if n_times == 2 else n_times), solution.stats["num_steps"]
 
-    y0, params = jnp.asarray(problem.y0, dtype), {name: jnp.asarray(x, dtype) for name, x in problem.params.items()}
+    return loss
+
+
+def inputs_of(problem: Problem, dtype: str) -> tuple[Any, Any]:
+    return jnp.asarray(problem.y0, dtype), {name: jnp.asarray(x, dtype) for name, x in problem.params.items()}
+
+
+def gradient_of(loss: Any) -> Any:
+    return jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
+
+
+@functools.cache
+def compiled(problem: Problem, method: str, n_steps: int | None, n_times: int, dtype: str) -> tuple[Any, float]:
+    """Compile the gradient of a problem by y0 and its parameters; return it, and the seconds that took.
+
+    Tolerances are arguments of what was compiled, the number of steps is not.
+    """
+    loss = loss_of(problem, method, n_steps, n_times, dtype)
     start = time.process_time()
-    gradient = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)).lower(y0, params, 1e-3, 1e-4).compile()
+    gradient = jax.jit(gradient_of(loss)).lower(*inputs_of(problem, dtype), 1e-3, 1e-4).compile()
     return gradient, time.process_time() - start
 
 
@@ -90,20 +105,31 @@ class Case:
 
     def __init__(self, problem: Problem, method: str, how: Mapping[str, Any], dtype: str):
         self.problem, self.how = problem, how
-        n_times = how.get("n_times") or problem.n_times
-        self.compiled, self.compile_seconds = compiled(problem, method, how.get("steps"), n_times, dtype)
-        params = {name: jnp.asarray(x, dtype) for name, x in problem.params.items()}
-        self.inputs = (jnp.asarray(problem.y0, dtype), params, how.get("rtol", 1e-3), how.get("atol", 1e-4))
+        self.key = problem, method, how.get("steps"), how.get("n_times") or problem.n_times, dtype
+        self.compiled, self.compile_seconds = compiled(*self.key)
+        self.inputs = (*inputs_of(problem, dtype), how.get("rtol", 1e-3), how.get("atol", 1e-4))
         self.result: Any = None
 
     def run(self) -> None:
         self.result = jax.block_until_ready(self.compiled(*self.inputs))
 
-    def counts(self) -> dict[str, int | None]:
-        """Evaluations of the forward pass, from the number of attempted steps; those of the backward pass: unknown."""
+    def counts(self, both: bool = False) -> dict[str, int | None]:
+        """Evaluations of the forward pass, from the number of attempted steps.
+
+        both: those of the backward pass, too; they are counted while all is compiled and run once more.
+        """
         self.run()
         n_steps = int(self.result[0][1])
-        return {"forward": 2 * n_steps if "steps" in self.how else PER_STEP * n_steps + AT_START, "backward": None}
+        forward = 2 * n_steps if "steps" in self.how else PER_STEP * n_steps + AT_START
+        return {"forward": forward, "backward": self.count() - forward if both else None}
+
+    def count(self) -> int:
+        """Evaluations of both passes."""
+        ticks: list[None] = []
+        loss = loss_of(*self.key, tick=lambda: ticks.append(None))
+        jax.block_until_ready(jax.jit(gradient_of(loss))(*self.inputs))
+        jax.effects_barrier()
+        return len(ticks)
 
     def peak_bytes(self) -> int:
         """The bytes that the compiled code takes beside its inputs, as it says itself."""

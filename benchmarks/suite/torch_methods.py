@@ -208,7 +208,8 @@ class Case:
             y = self.y0.detach().requires_grad_()
             torch.autograd.grad(self.f(t, y), [y, *params], a, allow_unused=True)
 
-    def counts(self) -> dict[str, int]:
+    def counts(self, both: bool = True) -> dict[str, int]:
+        """Evaluations of both passes, which are always known."""
         before = CALLS[0]
         self.run()
         return {"forward": self.forward, "backward": CALLS[0] - before - self.forward}

@@ -51,9 +51,12 @@ class Worker:
         return {"cpu": time.process_time() - start[0], "wall": time.perf_counter() - start[1]}
 
     def measure(self, key: str, reference: str | None = None, memory: bool = True) -> dict[str, Any]:
-        """Evaluations; with `memory` peak bytes; with a reference the error of the gradient, None if not finite."""
+        """Evaluations; peak bytes, or (memory=False) jax's evaluations in the backward pass.
+
+        With a reference the error of the gradient, None if it is not finite.
+        """
         case = self.cases[key]
-        found = case.counts()
+        found = case.counts(both=not memory)
         if reference is not None:
             if reference not in self.references:
                 self.references[reference] = np.load(reference)

@@ -62,7 +62,8 @@ benchmarks.report`; every number on this page, and every sentence about who is f
   is not counted.
 - A dash is something that failed, was not reached, or was not measured. The records say which, and why.
 
-`python -m benchmarks.suite.KIND --only PROBLEM --again` measures one record again.
+`python -m benchmarks.suite.KIND --only PROBLEM --again` measures one record again. `make .venv-jax` makes the
+environment of jax; without it the rows of diffrax are left out.
 """
 
 
@@ -125,7 +126,7 @@ def verdicts(found: Kinds) -> list[Verdict]:
         ("adaptive", limits.latent_solve),
     )
     judged = [it for kind, judge in judges for record in found[kind].values() for it in judge(record)]
-    return [*judged, limits.latent_epoch(json.loads(LATENT.read_text()))]
+    return [*judged, *limits.unmeasured(found), limits.latent_epoch(json.loads(LATENT.read_text()))]
 
 
 def of_precision(found: Kinds) -> str:
@@ -425,8 +426,8 @@ def draw_outputs(path: Path, found: Kinds) -> None:
     for ax, record in zip(panels, found["outputs"].values(), strict=False):
         style.plain_axes(ax, plain_title(record), "output times")
         for method in limits.methods_in(record):
-            rows = [row for row in limits.rows_of(record, method) if "forward" in row]
-            total = [row["forward"] + (row["backward"] or 0) for row in rows]
+            rows = [row for row in limits.rows_of(record, method) if row.get("backward") is not None]
+            total = [row["forward"] + row["backward"] for row in rows]
             ax.plot([row["n_times"] for row in rows], total, marker="o", markersize=3.5, **look(method))
         style.log_scale(ax, x=True)
     panels[0].set_ylabel("evaluations of f, forward and backward", fontsize=9, color=style.INK)

@@ -211,6 +211,15 @@ def latent_epoch(record: Record) -> Verdict:
     return Verdict(text, Ratio(found["median"], found["lower"], found["upper"]), LATENT)
 
 
+def unmeasured(found: Mapping[str, Mapping[str, Record]]) -> Iterator[Verdict]:
+    """The limits of problems of which there is no record."""
+    for name in [name for name in EAGER if name not in found["fixed"]]:
+        yield Verdict(f"{name}, 50 fixed steps: time of MALI / eager limit", None, EAGER[name])
+    for name in [name for name in TO_TARGET if name not in found["precision"]]:
+        text = f"{name}, gradient error {AT_TARGET:.0e}: time of MALI / torchdiffeq's naive Dopri5"
+        yield Verdict(text, None, TO_TARGET[name])
+
+
 # Printing
 
 

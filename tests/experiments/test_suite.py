@@ -189,3 +189,8 @@ def test_the_registry_names_modules_that_exist_and_quick_ones():
     assert quick["fixed"].command(False, [])[-1] == "--quick"
     with pytest.raises(SystemExit, match="Unknown benchmarks nonsense"):
         benchmarks.chosen("nonsense", full=False)
+
+
+def test_limits_of_problems_without_a_record_are_shown_as_not_measured():
+    found = {one.text: one.word for one in limits.unmeasured({"fixed": {"W1": {}}, "precision": {"W1": {}}})}
+    assert set(found.values()) == {"not measured"} and len(found) == 5

@@ -315,7 +315,7 @@ def failures(found: Kinds) -> str:
     if not counted:
         return "No case failed.\n"
     shown = ", ".join(f"{name} {n}" for name, n in sorted(counted.items(), key=lambda item: -item[1]))
-    return f"Cases that failed, most of them at very loose tolerances: {shown}.\n"
+    return f"Cases that failed: {shown}.\n"
 
 
 def page(found: Kinds) -> str:
@@ -332,7 +332,9 @@ def page(found: Kinds) -> str:
         PRECISION,
         of_precision(found),
         "## Fixed steps\n\nfloat32. The eager limit is the time of evaluations alone: N without a graph, N with one "
-        "and its vector-Jacobian product.\n",
+        "and its vector-Jacobian product.\nWhere round-off grew beyond a limit, as it may in float32 over a thousand steps, MALI "
+        "solves again with states kept\n([limits.md](limits.md)), which takes evaluations and memory: hence growth is shown "
+        "for float64, too.\n",
         of_fixed(found),
         "## Tolerances\n\nfloat32, rtol as in the head of a column and atol a tenth of it; evaluations there + back. "
         "Equal tolerance is not equal accuracy.\n",

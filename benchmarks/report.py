@@ -82,6 +82,15 @@ which is why it is less accurate than other Dopri5 with as many evaluations.
 """
 
 
+FIXED = """## Fixed steps
+
+float32. The eager limit is the time of evaluations alone: N without a graph, N with one and its vector-Jacobian
+product.
+Where round-off grew beyond a limit, as it may in float32 over a thousand steps, MALI solves again with states kept
+([limits.md](limits.md)), which takes evaluations and memory: hence growth is shown for float64, too.
+"""
+
+
 def load() -> dict[str, dict[str, dict[str, Any]]]:
     return {kind: records(kind) for kind in KINDS}
 
@@ -331,10 +340,7 @@ def page(found: Kinds) -> str:
         "![Time and memory to a gradient error of 1e-5, by method](performance-memory.png)\n",
         PRECISION,
         of_precision(found),
-        "## Fixed steps\n\nfloat32. The eager limit is the time of evaluations alone: N without a graph, N with one "
-        "and its vector-Jacobian product.\nWhere round-off grew beyond a limit, as it may in float32 over a thousand steps, MALI "
-        "solves again with states kept\n([limits.md](limits.md)), which takes evaluations and memory: hence growth is shown "
-        "for float64, too.\n",
+        FIXED,
         of_fixed(found),
         "## Tolerances\n\nfloat32, rtol as in the head of a column and atol a tenth of it; evaluations there + back. "
         "Equal tolerance is not equal accuracy.\n",

@@ -3,8 +3,10 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 INSTALL = $(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt
+VENV_JAX := .venv-jax
+JAX_PACKAGES := jax==0.10.2 jaxlib==0.10.2 diffrax==0.7.2 numpy
 
-.PHONY: demo test test-all check-records fuzz lint bench report clean
+.PHONY: demo test test-all check-records fuzz lint bench bench-full report clean
 
 demo: $(VENV)/dev.stamp
 	$(RUN) -m examples.demo
@@ -27,14 +29,18 @@ lint: $(VENV)/dev.stamp
 	$(RUN) -m ruff check .
 	$(RUN) -m basedpyright
 
+# Without the environment of jax (make .venv-jax) the rows of diffrax are left out.
 bench: $(VENV)/bench.stamp
 	$(RUN) -m benchmarks
+
+bench-full: $(VENV)/bench.stamp $(VENV_JAX)
+	$(RUN) -m benchmarks --full
 
 report: $(VENV)/dev.stamp
 	$(RUN) -m experiments report
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info demo .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(VENV_JAX) build dist *.egg-info demo .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/bin/python:
@@ -52,3 +58,9 @@ $(VENV)/dev.stamp: pyproject.toml constraints.txt $(VENV)/torch.stamp
 $(VENV)/bench.stamp: $(VENV)/dev.stamp
 	$(INSTALL) -e ".[bench]"
 	touch $@
+
+# jax and torch do not share an environment: the suite starts a worker process in each.
+$(VENV_JAX):
+	$(PYTHON) -m venv $@.new
+	$@.new/bin/python -m pip install --quiet --disable-pip-version-check $(JAX_PACKAGES)
+	mv $@.new $@

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
+from torch import Tensor, nn
 
 import torchmali as tm
 from benchmarks.harness import Run, finish, options_of, paired_ratio, time_side_by_side
@@ -30,7 +30,7 @@ LIMITS = {  # (numerator, denominator): workload -> largest ratio that we accept
 MEMORY_LIMIT = 0.70  # MALI's peak bytes against TorchDiffEqPack's
 
 
-def one_gradient(f: MLP, y0: Tensor, solve: Callable[[Tensor], Tensor]) -> Run:
+def one_gradient(f: nn.Module, y0: Tensor, solve: Callable[[Tensor], Tensor]) -> Run:
     """Zero the gradients, solve, and differentiate the loss by y0 and all parameters."""
 
     def run() -> None:
@@ -51,7 +51,7 @@ def ours(f: MLP, n_steps: int, gradient: tm.GradientMethod, solver: tm.Solver | 
     return solve
 
 
-def reference_mali(f: MLP, n_steps: int):
+def reference_mali(f: nn.Module, n_steps: int):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it imports pyplot
         from TorchDiffEqPack import odesolve_adjoint_sym12  # pyright: ignore[reportMissingImports]
@@ -103,7 +103,7 @@ def measure(workload: Workload, n_steps: int, rounds: int) -> dict[str, Any]:
     }
 
 
-def gradients_agree(f: MLP, runs: dict[str, Run]) -> float:
+def gradients_agree(f: nn.Module, runs: dict[str, Run]) -> float:
     """Largest relative difference of parameter gradients from naive's: all must compute the same gradient."""
     grads: dict[str, Tensor] = {}
     for name, run in runs.items():

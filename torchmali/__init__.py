@@ -45,7 +45,7 @@ from torchmali.solution import Solution, Stats
 from torchmali.solve import solve
 from torchmali.solvers.base import Attempt, ReversibleSolver, Solver
 from torchmali.solvers.coupled import Reversible
-from torchmali.solvers.leapfrog import ALF, Leapfrog
+from torchmali.solvers.leapfrog import ALF, ErrorEstimate, Leapfrog, leapfrog_for
 from torchmali.solvers.runge_kutta import (
     RK4,
     Bosh3,
@@ -79,6 +79,7 @@ __all__ = [
     "Dopri5",
     "Dopri8",
     "DoubleBackwardError",
+    "ErrorEstimate",
     "Euler",
     "Event",
     "EventNotFoundError",
@@ -119,6 +120,7 @@ __all__ = [
     "Tsit5",
     "UnknownMethodError",
     "audit",
+    "leapfrog_for",
     "odeint",
     "odeint_adjoint",
     "odeint_event",

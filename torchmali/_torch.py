@@ -8,8 +8,10 @@ TORCHMALI_PUBLIC_TORCH=1 in the environment takes every public way. It is for te
 
 from __future__ import annotations
 
+import importlib
 import os
 import threading
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
@@ -317,3 +319,81 @@ _has_keys = _has(torch._C, "_dispatch_has_kernel_for_dispatch_key") and _has(tor
 _has_kernels = _has_keys and _has(torch.ops.aten.dropout.default, "_op_dk")
 is_composite: Callable[[Any], bool] = _is_composite if _has_kernels else _is_simple
 run_parts: Callable[[Any, tuple, Mapping[str, Any]], Any] = _run_parts if _has_kernels else _run_decomposition
+
+
+# ---- Compilation. These modules take a second to import: that is done where a solve is compiled for the first time. No
+# public way: torch has while loops and the tracing of derivatives in private alone. Such solves are not compiled.
+
+CAN_COMPILE: bool = not PUBLIC and tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 10)
+
+
+def _imported(name: str) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what torch itself imports
+        return importlib.import_module(name)
+
+
+def traced(function: Callable, examples: Sequence[Tensor], instead: Mapping[Any, Callable]) -> torch.fx.GraphModule:
+    """The graph of a function of tensors, with the shapes of these examples. instead: functions for some operations."""
+    make_fx = _imported("torch.fx.experimental.proxy_tensor").make_fx
+    return make_fx(function, decomposition_table=dict(instead), tracing_mode="fake")(*examples)
+
+
+def is_traced(x: Tensor) -> bool:
+    """Whether x stands for others while a function is traced."""
+    return isinstance(x, _imported("torch._subclasses.fake_tensor").FakeTensor)
+
+
+def while_loop(condition: Callable, body: Callable, carried: Sequence[Tensor], others: Sequence[Tensor]) -> Any:
+    """A loop for `traced`: carried = body(*carried, *others) while condition(*carried, *others)."""
+    loop = _imported("torch._higher_order_ops.while_loop").while_loop_op
+    return loop(condition, body, tuple(carried), tuple(others))
+
+
+def lowered(graph: torch.fx.GraphModule, examples: Sequence[Tensor]) -> Callable[..., Sequence[Tensor]]:
+    """A graph as machine code. Buffers are not written to twice: a loop would return those that it still reads."""
+    options = {"cpp_wrapper": True, "inplace_buffers": False}
+    compile_fx = _imported("torch._inductor.compile_fx").compile_fx
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own, of what it imports and how it multiplies
+        return compile_fx(graph, list(examples), config_patches=options)
+
+
+def depends_on_data(error: Exception) -> bool:
+    """Whether a function could not be traced because Python looks at the value of a tensor."""
+    fake = _imported("torch._subclasses.fake_tensor")
+    symbolic = _imported("torch.fx.experimental.symbolic_shapes")
+    kinds = fake.DataDependentOutputException, fake.DynamicOutputShapeException, symbolic.GuardOnDataDependentSymNode
+    return isinstance(error, kinds)
+
+
+# The operation that hands a value to Python.
+GIVES_NUMBER: Any = torch.ops.aten._local_scalar_dense.default
+
+
+# Hooks of a module that a trace would call once instead of at every evaluation. Those by which torch's own weight and
+# spectral norm compute a weight are as good as a part of the module. Public: none are seen.
+_HOOKS = ("_forward_hooks", "_backward_hooks", "_backward_pre_hooks", "_forward_pre_hooks")
+
+
+def hooks_of_module(module: nn.Module) -> list[Any]:
+    """The hooks of a module that have effects of their own."""
+    own = vars(module)
+    found = [hook for kind in _HOOKS if (hooks := own.get(kind)) for hook in hooks.values()]
+    return [hook for hook in found if not type(hook).__module__.startswith("torch.nn.utils.")]
+
+
+def changes_in_training(module: nn.Module) -> str | None:
+    """What a module of torch does in training mode beside returning something: why it is not compiled."""
+    if isinstance(module, nn.modules.dropout._DropoutNd) and module.p:
+        return "draws random numbers"
+    if isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats:
+        return "changes its running statistics"
+    return None
+
+
+def is_compiled(func: Any) -> bool:
+    """Whether torch.compile made a function or a module."""
+    if isinstance(func, nn.Module):
+        return "_orig_mod" in vars(func).get("_modules", ())  # cheaper than an attribute that is not there
+    return hasattr(func, "_torchdynamo_orig_callable")

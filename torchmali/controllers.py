@@ -34,6 +34,7 @@ from torchmali.state.vectors import Leaves, Tensors, Time, combine, first_non_fi
 from torchmali.tree import Structure
 
 Norm = Callable[[Tensors], Tensor]
+EVEN_STEPS = 4  # so many last steps before an end are made equally long
 
 
 def rms_norm(x: Tensors) -> Tensor:
@@ -217,18 +218,19 @@ class AdaptiveStep(StepController):
     """Steps as long as norm(error / (atol + rtol max(|z|, |z'|))) <= 1 allows; every step is checked.
 
     rtol, atol: numbers, or trees of numbers of y0's structure; a leaf with an infinite one is not controlled. h0: size
-    of the first step (None: Hairer's rule, one evaluation more). norm: maps the scaled error's leaves to a 0-d tensor.
+    of the first step (None: estimated, in one evaluation more). norm: maps the scaled error's leaves to a 0-d tensor.
     min_factor, max_factor: limits of the change of h from one attempt to the next. beta > 0: a PI controller, h <- h
     safety r^-((1 - 3/4 beta)/q) r_before^(beta/q), which changes h more smoothly (try 0.4). max_steps: attempts in one
     solve, not counting steps cut short by output times. land: end steps on output times although the solver can
-    interpolate. Behind a jump (see `solve`) the controller goes on with the h that it had.
+    interpolate. Where at most four steps are left to the end (or to a jump, or an output time to be met), they are made
+    equally long. Behind a jump (see `solve`) the controller goes on with the h that it had.
     """
 
     rtol: Any = 1e-3
     atol: Any = 1e-4
     h0: float | None = None
     norm: Norm = rms_norm
-    safety: float = 0.9
+    safety: float = 0.8
     min_factor: float = 0.2
     max_factor: float = 10.0
     beta: float = 0.0
@@ -334,25 +336,40 @@ class AdaptiveStepState(AdaptiveControllerState):
 
     @torch.no_grad()
     def _first_step(self, start: SolveStart) -> float:
-        """Choose the first step as in Hairer, Norsett, Wanner (1993), II.4: its error is to be 1 % of the tolerance."""
+        """Choose the first step as any other: its error is to be the tolerance, with the same safety.
+
+        From f at the start and at a point nearby (as in Hairer, Norsett, Wanner (1993), II.4) come the scaled norms d1
+        of f and d2 of its derivative along the solution. With the rate lambda = d2 / d1, at which f changes, an
+        estimate of order q is about h d1 (lambda h)^(q - 1) / (2^(q - 2) q!) (those of this package are, within a
+        factor of 4 on linear problems).
+        """
         end, z0 = start.t_end if start.first_jump is None else start.first_jump, start.state.point
         span = number(end - start.t0)
         f0 = start.solver.first_slope(start.f, start.t0, start.state, start.carry)
         d0, d1 = torch.stack([self._scaled(z0, z0, z0), self._scaled(f0, z0, z0)]).tolist()
-        size = 0.01 * d0 / d1 if d0 > 1e-5 and 1e-5 < d1 < math.inf else 1e-6
-        size = min(size, abs(span))
+        known = d0 > 1e-5 and 1e-5 < d1 < math.inf
+        size = min(0.01 * d0 / d1 if known else 1e-6, abs(span))
         h = math.copysign(size, span)
         f1 = start.f(start.t0 + h, combine(z0, (h,), (f0,)))
         d2 = float(self._scaled(foreach_sub(f1, f0), z0, z0)) / size
-        steepest = max(d1, d2)
-        if not 1e-15 < steepest < math.inf:
+        if not 1e-15 < max(d1, d2) < math.inf:
             return min(abs(span), max(1e-6, 1e-3 * size))
-        return min(100 * size, (0.01 / steepest) ** (1 / self.q), abs(span))
+        # f may change faster than it seems to at the start: no slower than over the span, or while y moves by ten
+        # times its size.
+        rate = max(d2 / max(d1, 1e-15), 1 / abs(span), 0.1 * d1 / d0 if known else 0.0)
+        constant = 2.0 ** (self.q - 2) * math.factorial(self.q)
+        return min(self.controller.safety * (constant * rate / max(d1, 1e-15)) ** (1 / self.q) / rate, abs(span))
 
     def next_time(self, t: Time, target: Time) -> Time:
         # A step is stretched by 1 %, or 1e-6 where h is at its limit, rather than leave a tiny last step.
-        reach = min(1.01 * abs(self.h), (1 + 1e-6) * self.controller.h_max)
-        return target if abs(target - t) <= reach else t + self.h
+        size, left = number(abs(self.h)), number(abs(target - t))
+        stretch = 1e-6 if 1.01 * size > self.controller.h_max else 0.01
+        if not left <= (EVEN_STEPS + stretch) * size:
+            return t + self.h
+        n = math.ceil(left / size - stretch)
+        if n <= 1:
+            return target
+        return t + (target - t if self.through_search else number(target - t)) / n
 
     def error_ratio(self, before: State, attempt: Attempt) -> Tensor:
         assert attempt.error is not None

@@ -6,6 +6,7 @@ Tensors and Time from here for their annotations (docs/extending.md).
 
 from __future__ import annotations
 
+from torchmali.compiled.solve import n_captured
 from torchmali.controllers import AdaptiveStepState, FixedStepState, SolveStart
 from torchmali.field.environment import Environment
 from torchmali.integrate import integrate
@@ -47,6 +48,7 @@ __all__ = [
     "Time",
     "Traced",
     "integrate",
+    "n_captured",
     "number",
     "rewind",
 ]

@@ -3,7 +3,8 @@
 A leapfrog solver's w = v - f(t, z) obeys w' = -f' w: it grows where f contracts, and changes its sign at every reflect.
 At a reflect f - v is a smooth part, about c h z'' (c h: the drift before it), minus w. As long as w is small, three
 such values in a row are nearly parallel; once w dominates, they alternate. So v is refreshed when f - v has changed its
-direction twice running (once is what the smooth part does, too, where z'' passes through zero).
+direction twice running (once is what the smooth part does, too, where z'' passes through zero). A step with an odd
+number of reflects, from three on, has three such values of its own; there the larger part decides.
 
 It is one sample that diverges, not the batch: inner products are taken per row (over all dimensions but the first; over
 the whole leaf if it has one dimension or none), and any row refreshes v for all. Rows in which f - v is round-off do
@@ -54,6 +55,7 @@ class Refresher:
         policy = solver.refresh_policy if isinstance(solver, Leapfrog) else "never"
         self.every = policy if isinstance(policy, int) else None
         self.period = 0  # steps between two looks; 0: never
+        self.of_one_step = isinstance(solver, Leapfrog) and len(solver.scheme.observed) == N_VALUES
         if policy == "auto" and isinstance(solver, Leapfrog):
             # Controllers read the host at every step anyway.
             self.period = 1 if adaptive else math.ceil(PERIOD / solver.n_reflects)
@@ -96,7 +98,7 @@ class Refresher:
         self.n_looks += 1
         x0, x1, x2 = values
         is_late = self.n_looks == 1 and self.n_steps + 1 == self.n_to_come  # not for a refresh, but for a warning
-        found = [_alternation(x0[i], x1[i], x2[i], z[i], abs(h), eps, is_late) for i in leaves]
+        found = [_alternation(x0[i], x1[i], x2[i], z[i], abs(h), eps, is_late, self.of_one_step) for i in leaves]
         widest = max((x.dtype for x in found), key=lambda dtype: dtype.itemsize)
         return found[0] if len(found) == 1 else torch.stack([x.to(z[0].device, widest) for x in found]).amin()
 
@@ -113,9 +115,14 @@ class Refresher:
         return self.solver.refreshed(f, t, state, slope)
 
 
-def _alternation(x0: Tensor, x1: Tensor, x2: Tensor, z: Tensor, h: float, eps: float, growing: bool) -> Tensor:
+def _alternation(
+    x0: Tensor, x1: Tensor, x2: Tensor, z: Tensor, h: float, eps: float, growing: bool, of_one_step: bool
+) -> Tensor:
     """The least max(<x0, x1>, <x1, x2>) of all rows, over what round-off explains.
 
+    of_one_step: all three are of one step. Their smooth parts are m0, m1 and m0 times the same vector, m0, m1 > 0
+    (`leapfrog.scheme_of`), and w changes its sign but grows besides, so that it may show in x2 alone. <x0 + x2, x1> is
+    negative where the part that alternates is the larger one.
     growing: of those rows alone in which x2 is more than twice x0, and moves z by half in one step. A refresh too many
     does no harm, a warning does.
     """
@@ -123,7 +130,8 @@ def _alternation(x0: Tensor, x1: Tensor, x2: Tensor, z: Tensor, h: float, eps: f
     noise = 4 * max(eps, torch.finfo(z.dtype).eps) / h if h else math.inf
     x0, x1, x2, z = rows(x0), rows(x1) * MAGNIFIED, rows(x2), rows(z)
     dot = torch.linalg.vecdot
-    least = torch.maximum(dot(x0, x1), dot(x1, x2)).add_(dot(z, z), alpha=min(noise**2 * MAGNIFIED, LARGE))
+    least = dot(x0 + x2, x1) if of_one_step else torch.maximum(dot(x0, x1), dot(x1, x2))
+    least = least.add_(dot(z, z), alpha=min(noise**2 * MAGNIFIED, LARGE))
     if growing:
         before, now, size = (torch.linalg.vector_norm(x, dim=1) for x in (x0, x2, z))
         least = torch.where((now > 2 * before) & (2 * h * now > size), least, 1.0)

@@ -28,6 +28,7 @@ class Stats:
     n_rejected: int = 0
     n_refreshes: int = 0  # times v was renewed: v <- f(t, z)
     n_checkpoints: int = 0  # states kept for the backward pass, beside those at refreshes
+    n_graphs: int = 0  # MALI(memory=...): evaluations whose graphs were kept for the backward pass
     n_rescales: int = 0  # exact mode: times the integer grid moved
     n_reruns: int = 0  # backward: segments that were solved again because they could not be rebuilt
     n_evals_forward: int = 0

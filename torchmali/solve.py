@@ -14,6 +14,7 @@ from torch import Generator, Tensor
 from torch.nn.parameter import is_lazy
 
 from torchmali.code import Code
+from torchmali.compiled.recording import NotCompiledError
 from torchmali.controllers import AdaptiveStep, StepController
 from torchmali.errors import (
     IncompatibleError,
@@ -27,7 +28,7 @@ from torchmali.events import EventFunctions, differentiable_root, events_of
 from torchmali.field.evaluate import Field, time_dtype
 from torchmali.field.randomness import Source
 from torchmali.gradients.adjoint import Adjoint
-from torchmali.gradients.base import GradientMethod, Problem, has_tangent
+from torchmali.gradients.base import GradientMethod, Problem, Solved, has_tangent
 from torchmali.gradients.mali import MALI
 from torchmali.gradients.naive import Naive
 from torchmali.jumps import checked_jumps
@@ -83,6 +84,7 @@ def solve(
     randomness: str = "same",
     jumps: Sequence[float] | Tensor = (),
     spans: str = "common",
+    compile: bool = False,
 ) -> Solution:
     """Solve dy/dt = func(t, y, *args) from y(t[0]) = y0 and return y at all times t, differentiable.
 
@@ -145,6 +147,11 @@ def solve(
 
     return_code: also return the integer end state, `code`, from which `solve_back(func, code)` gets y0 to the last bit.
 
+    compile: make both loops of MALI machine code. With fixed steps of an undamped leapfrog and y at the output times;
+    other solves, and an f that cannot be traced (one that draws random numbers, or branches on t or y), run as without
+    it, and a warning says why. The first solve takes seconds. Later ones with the same f compile nothing, whatever
+    their steps, times and parameters; other shapes, or an attribute of f that is another number, do (docs/compile.md).
+
     dense: the solution can be called, `solution(t)`, for y at any time between t[0] and t[-1], from the interpolant of
     the step that holds it, and `solution(t, derivative=True)` for dy/dt. The steps are those of a solve without it;
     Dopri8 takes four evaluations more in each, a method whose interpolant needs the slope at the end one more in all.
@@ -194,20 +201,37 @@ def solve(
     outputs = _outputs_of(outputs, observer, samples, functions, len(times))
     problem = Problem(field, z0, times, t_moving if wants_t else None, solver, controller, outputs, return_code)
     _check_gradient_of_dense(dense, problem, gradient)
-    try:
-        results, stats, done = gradient.solve(problem)
-    except Exception as error:
-        if not field.was_misjudged(error):
-            raise
-        # f has changed since its behaviour was remembered: it is looked at again.
-        outputs = outputs.again()
-        results, stats, done = gradient.solve(problem._replace(field=make_field(jumps=found), outputs=outputs))
+    (results, stats, done), outputs = _solved(problem, gradient, functools.partial(make_field, jumps=found), compile)
     y, observed = outputs.solution(results)
     y = y if own is None or observe is not None else own.masked(y)
     code = Code.of(done.state, done.tape, solver, structure, args, found) if return_code else None
     trajectory = outputs.trajectory(results, structure, t_out)
     solution = Solution(t_out, structure.rebuild(y), stats, observed, code, trajectory)
     return _with_event(solution, outputs, results, on_no_event)
+
+
+def _solved(
+    problem: Problem, gradient: GradientMethod, make_field: Callable[..., Field], compile: bool
+) -> tuple[Solved, Outputs]:
+    """Solve a problem; return its outputs too. make_field: makes the field once more."""
+    if compile:
+        try:
+            return gradient.solve_compiled(problem), problem.outputs
+        except NotCompiledError as reason:
+            if str(reason):
+                warn(f"compile=True: this solve runs without it. {reason}.")
+        except Exception as error:
+            if not problem.field.was_misjudged(error):
+                raise
+        problem = problem._replace(field=make_field(remembers=True), outputs=problem.outputs.again())
+    try:
+        return gradient.solve(problem), problem.outputs
+    except Exception as error:
+        if not problem.field.was_misjudged(error):
+            raise
+    # f has changed since its behaviour was remembered: it is looked at again.
+    problem = problem._replace(field=make_field(), outputs=problem.outputs.again())
+    return gradient.solve(problem), problem.outputs
 
 
 def _check_parts(solver: Any, controller: Any, gradient: Any, return_code: bool) -> None:

@@ -151,13 +151,36 @@ class Tape:
         del self.events[n_events:], self.kept[n_kept:]
         self.checkpoints = [position for position in self.checkpoints if position < n_events]
 
+    def limit(self, at_most: int) -> None:
+        """Keep no more than so many states from now on."""
+        if at_most:
+            self.at_most = at_most
+            while len(self.checkpoints) > at_most:
+                self._thin_out()
+            return
+        for position in self.checkpoints:
+            self._drop(position)
+        self.keep_every, self.at_most, self.checkpoints = None, None, []
+
+    def drop_after(self, t: Time) -> None:
+        """Drop the states before all steps that end after time t."""
+        steps = [(position, event) for position in self.checkpoints if isinstance(event := self.events[position], Step)]
+        after = {position for position, step in steps if (step.t1 - t) * (step.t1 - step.t0) > 0}
+        for position in after:
+            self._drop(position)
+        self.checkpoints = [position for position in self.checkpoints if position not in after]
+
+    def _drop(self, position: int) -> None:
+        """Drop the state before the step at this position in `events`."""
+        step = self.events[position]
+        assert isinstance(step, Step) and step.before is not None
+        self.kept[step.before] = Snapshot((), None)
+        self.events[position] = step._replace(before=None)
+
     def _thin_out(self) -> None:
         assert self.keep_every is not None
         for position in self.checkpoints[1::2]:
-            step = self.events[position]
-            assert isinstance(step, Step) and step.before is not None
-            self.kept[step.before] = Snapshot((), None)
-            self.events[position] = step._replace(before=None)
+            self._drop(position)
         self.checkpoints = self.checkpoints[::2]
         self.keep_every *= 2
 

@@ -21,12 +21,13 @@ from torchmali.gradients.naive import Naive
 from torchmali.jumps import jump_times
 from torchmali.solve import solve
 from torchmali.solvers.base import Solver
-from torchmali.solvers.leapfrog import ALF
+from torchmali.solvers.leapfrog import ALF, leapfrog_for
 from torchmali.tree import Structure
 
 # fmt: off
 SOLVERS: dict[str, Solver] = {
-    "alf": ALF(), "alf4": ALF(order=4), "alf6": ALF(order=6), "euler": rk.Euler(),
+    "alf": ALF(), "alf4": ALF(order=4), "alf4_5": ALF(order=4, evals=5), "alf6": ALF(order=6),
+    "alf6_14": ALF(order=6, evals=14), "euler": rk.Euler(),
     "midpoint": rk.Midpoint(), "heun2": rk.Heun(), "heun3": rk.Heun3(),
     "rk4": rk.RK4ThreeEighths(), "rk4_classic": rk.RK4(), "adaptive_heun": rk.HeunEuler(), "bosh3": rk.Bosh3(),
     "dopri5": rk.Dopri5(), "tsit5": rk.Tsit5(), "dopri8": rk.Dopri8(),
@@ -59,33 +60,39 @@ def odeint(
     args: tuple = (),
     params: Iterable[Tensor] | None = None,
     event_fn: Callable | None = None,
+    compile: bool = False,
 ) -> Any:
     """torchdiffeq's `odeint`, with `gradient` to choose the gradient method; returns y, time first.
 
-    method: "dopri5" (default), "alf" or "alf4" (default with gradient="mali": "alf4" for adaptive steps with rtol <=
-    1e-3), "alf6", "tsit5", "dopri8", "bosh3", "adaptive_heun", "euler", "midpoint", "heun2", "heun3", "rk4" (3/8 rule),
-    "rk4_classic", or a solver. gradient: "naive" (default), "aca", "mali", "adjoint", "seminorm", or a gradient method.
+    method: "dopri5" (default), "alf", "alf4", "alf4_5", "alf6", "alf6_14", "tsit5", "dopri8", "bosh3", "adaptive_heun",
+    "euler", "midpoint", "heun2", "heun3", "rk4" (3/8 rule), "rk4_classic", or a solver. With gradient="mali" the
+    default is `leapfrog_for(rtol)` ("alf4_5", and below 1e-5 "alf6_14" if y is wanted at the end alone), with a
+    step_size "alf". gradient: "naive" (default), "aca", "mali", "adjoint", "seminorm", or a gradient method.
     options: step_size, or first_step, safety, ifactor, dfactor, min_step, max_step, max_num_steps, norm; and jump_t,
     times at which f jumps (`jumps` of `solve`), with fixed steps, too. Adaptive steps and those of a step_size do not
     end on output times: outputs between them are interpolated, at no cost. Fixed methods without a step_size take one
     step from each output time to the next. Unlike in torchdiffeq, max_num_steps (10,000) limits the whole solve.
     event_fn: a function of (t, y). The solve goes on until one of its components changes its sign, and returns
     (event_t, y at t[0] and at event_t), both differentiable; of the other times only t[1] counts, which says in which
-    direction. `solve(event=...)` can do more.
+    direction. `solve(event=...)` can do more. compile: see `solve`; as in odeint(..., method="alf", gradient="mali",
+    options={"step_size": 0.1}, compile=True), with two times, or a step from each time to the next.
     """
     chosen = _named(gradient, GRADIENTS, GradientMethod, "gradient method", Naive())
     options = dict(options or {})
     jumps = _popped_jumps(options)
-    tight = "step_size" not in options and min(Structure.of(rtol).flatten(rtol)) <= 1e-3
-    leapfrog = ALF(order=4) if tight else ALF()
-    default = leapfrog if isinstance(chosen, MALI) else rk.Dopri5()
+    default: Solver = rk.Dopri5()
+    if isinstance(chosen, MALI):
+        default = ALF()
+        if "step_size" not in options:
+            are_inside = event_fn is not None or len(t) > 2
+            default = leapfrog_for(min(Structure.of(rtol).flatten(rtol)), are_inside)
     solver = _named(method, SOLVERS, Solver, "method", default)
     norm = options.get("norm")
     if norm is not None and isinstance(y0, Tensor):
         options["norm"] = lambda x: norm(x[0])  # torchdiffeq's norms take the tensor, ours a tuple of leaves
     controller = _controller(solver, rtol, atol, options)
     how: dict[str, Any] = {"solver": solver, "controller": controller, "gradient": chosen, "args": args}
-    how |= {"params": params, "jumps": jumps}
+    how |= {"params": params, "jumps": jumps, "compile": compile}
     if event_fn is None:
         return solve(func, y0, t, **how).y
     event = Event(lambda t, y, *args: event_fn(t, y))

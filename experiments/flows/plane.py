@@ -115,9 +115,12 @@ class PlaneFlow(LoggingModule):
 
 
 def flow(config: DensitiesConfig) -> CNF:
-    """A flow with the defaults of `CNF`: MALI, and ALF of order 4."""
+    """A flow with MALI, and ALF of order 4."""
     return CNF(
-        Field(nn.Linear, 2, config.widths), trace=ExactTrace(), controller=tm.AdaptiveStep(config.rtol, config.atol)
+        Field(nn.Linear, 2, config.widths),
+        trace=ExactTrace(),
+        solver=tm.ALF(order=4),
+        controller=tm.AdaptiveStep(config.rtol, config.atol),
     )
 
 

@@ -30,6 +30,11 @@ COLORS = {  # by label of a method; labels are those of experiments/methods.py w
     "RNODE, weights 0.05": "#9bc48f",
     "SemiNorm": "#b07aa1",
     "MALI, weights 0.01": "#8fb4dc",
+    "torchode": "#b07aa1",
+    "TorchDiffEqPack MALI": "#6fa3dc",
+    "diffrax": "#3f7f4f",
+    "diffrax backsolve": "#9bc48f",
+    "eager limit": "#b5b5b5",
 }
 SOLVER_COLORS = {  # of solvers that are run back in time
     "Euler": "#b5b5b5", "midpoint": "#9a9a9a", "Bosh3": "#7f7f7f", "RK4": "#636363", "Dopri5": "#474747",

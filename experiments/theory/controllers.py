@@ -71,6 +71,8 @@ class _RecordedState(tm.AdaptiveControllerState):
 class UnguardedLastStep(tm.AdaptiveStep):
     """Adaptive steps whose last one, cut off at the end, is accepted whatever its error: as in the reference code."""
 
+    safety: float = 0.9
+
     def begin(self, start: SolveStart) -> tm.ControllerState:
         return _UnguardedState(self, start)
 

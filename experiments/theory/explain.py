@@ -7,7 +7,7 @@ adjoint and of MALI on the Van der Pol oscillator. Figure 3: the whole trajector
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -86,10 +86,11 @@ def solved(problem: Problem, t: Sequence[float], solver: tm.Solver, controller: 
 
 def two_reverse_paths(config: ExplainConfig) -> dict[str, Any]:
     """Solve with Dopri5 to T and back again; solve with ALF to T and rebuild its states by the inverse."""
-    problem, controller = van_der_pol(config.mu, config.span), tm.AdaptiveStep(config.rtol, config.rtol / 10)
+    problem = van_der_pol(config.mu, config.span)
+    controller = tm.AdaptiveStep(config.rtol, config.rtol / 10, safety=0.9)
     t = [problem.span * i / (config.n_points - 1) for i in range(config.n_points)]
     there = solved(problem, t, tm.Dopri5(), controller)
-    back = solved(problem._replace(z0=there[-1]), t[::-1], tm.Dopri5(), controller).flip(0)
+    back = solved(problem._replace(z0=there[-1]), t[::-1], tm.Dopri5(), replace(controller, h0=0.1)).flip(0)
     return {
         "adjoint": {
             "t": row(t),

@@ -206,12 +206,14 @@ def test_a_memory_budget_is_filled_and_not_passed():
     net, y0 = problem()
     size = 2 * y0.nbytes
     exact, _ = gradient(net, y0, tm.ALF(), 100, tm.ACA())
+    graph = 2 * y0.nbytes + 8 * 16 * y0.itemsize  # y, its slope, and the hidden layer
     counts = []
     for memory in (size, 10 * size, f"{200 * size / 1024}KiB"):
         rebuilt, stats = gradient(net, y0, tm.ALF(), 100, tm.MALI(memory=memory))
         assert difference(rebuilt, exact) < 1e-5
-        counts.append(stats.n_checkpoints)
-    assert counts == [1, 7, 100]  # every 128th, every 16th, every one
+        counts.append((stats.n_graphs, stats.n_checkpoints))
+    # An eighth is for states: every 128th, and every 8th of the first 42, where there are no graphs.
+    assert graph == 3 * size and counts == [(0, 1), (2, 1), (58, 6)]
 
 
 def test_a_budget_counts_the_integers_of_a_wide_grid():

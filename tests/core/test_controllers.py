@@ -460,9 +460,9 @@ def sizes_of(errors: list[float], times=(0.0, 100.0), h0: float = 1.0, **options
 @pytest.mark.parametrize(
     "error, factor",
     [
-        (0.25, 0.9 * 2),  # safety / sqrt(error)
-        (1.0, 0.9),  # still accepted
-        (4.0, 0.9 / 2),  # rejected
+        (0.25, 0.8 * 2),  # safety / sqrt(error)
+        (1.0, 0.8),  # still accepted
+        (4.0, 0.8 / 2),  # rejected
         (0.0, 10.0),
         (1e-9, 10.0),  # at most
         (1e9, 0.2),  # at least
@@ -506,13 +506,13 @@ def test_options_limit_the_change_of_the_step_size():
 
 
 def test_the_step_after_a_rejection_does_not_grow():
-    shrunk = 0.9 / 2
+    shrunk = 0.8 / 2
     assert sizes_of([4.0, 1e-9, 1e-9]) == pytest.approx([1, shrunk, shrunk, 10 * shrunk])
 
 
 def test_a_step_cut_short_for_an_output_does_not_shorten_the_next():
-    # The second output is met with steps of 1 again, not with .9 * .25.
-    sizes = sizes_of([0.81, 0.81, 0.81], times=(0.0, 0.25, 100.0))
+    # The second output is met with steps of 1 again, not with .8 * .25.
+    sizes = sizes_of([0.64, 0.64, 0.64], times=(0.0, 0.25, 100.0))
     assert sizes == pytest.approx([0.25, 1, 1, 1])
 
 
@@ -521,16 +521,39 @@ def test_a_step_cut_short_may_lengthen_the_next():
 
 
 def test_a_step_cut_short_and_rejected_shrinks_from_its_own_size():
-    assert sizes_of([4.0], times=(0.0, 0.25, 100.0)) == pytest.approx([0.25, 0.25 * 0.45])
+    # 0.1, and as three equal steps are left to the output, a third of it.
+    assert sizes_of([4.0], times=(0.0, 0.25, 100.0)) == pytest.approx([0.25, 0.25 / 3])
 
 
 def test_no_sliver_is_left_before_an_output():
-    assert sizes_of([0.81], times=(0.0, 1.005)) == pytest.approx([1.005])
-    assert sizes_of([0.81], times=(0.0, 1.5)) == pytest.approx([1, 0.5])
+    assert sizes_of([0.64], times=(0.0, 1.005)) == pytest.approx([1.005])
+
+
+@pytest.mark.parametrize(
+    ("t_end", "sizes"),
+    [
+        (1.5, [0.75] * 2),
+        (3.005, [3.005 / 3] * 3),  # stretched by less than 1 %
+        (3.2, [0.8] * 4),
+        (4.5, [1.0, 3.5 / 4, 3.5 / 4, 3.5 / 4, 3.5 / 4]),
+    ],
+)
+@pytest.mark.parametrize("back", [1, -1])
+def test_the_last_four_steps_before_an_end_are_equally_long(t_end, sizes, back):
+    found = sizes_of([0.64] * 5, times=(0.0, back * t_end))
+    assert found == pytest.approx(sizes)
+
+
+def test_an_even_tail_respects_the_largest_step():
+    assert sizes_of([1e-9] * 4, times=(0.0, 3.005), h_max=1.0) == pytest.approx([3.005 / 4] * 4)
+
+
+def test_a_longer_step_than_was_planned_ends_an_even_tail_early():
+    assert sizes_of([1e-9] * 4, times=(0.0, 3.6)) == pytest.approx([0.9, 2.7])
 
 
 def test_the_last_attempt_that_max_steps_allows_may_finish():
-    assert len(sizes_of([0.81] * 4, times=(0.0, 5.0), max_steps=5)) == 5
+    assert len(sizes_of([0.64] * 4, times=(0.0, 5.0), max_steps=5)) == 5
 
 
 def test_a_fixed_step_ignores_the_error_estimate():

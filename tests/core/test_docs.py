@@ -67,6 +67,13 @@ def test_the_examples_of_docs_models_run():
     assert names["y"].shape == (2, 3, 16) and names["states"].shape == (3, 4, 16)
 
 
+def test_the_example_of_choosing_a_gradient_runs():
+    (lists,) = examples(ROOT / "docs" / "choosing-a-gradient.md")
+    names: dict = {"func": Slope(), "y0": torch.randn(4, 16, requires_grad=True)}
+    exec(lists, names)
+    assert names["solution"].y.shape == (2, 4, 16) and names["solution"].stats.n_steps > 0
+
+
 def test_the_examples_of_docs_outputs_run():
     names: dict = {}
     between, dense, *others = examples(ROOT / "docs" / "outputs.md")

@@ -228,7 +228,8 @@ def test_a_leaf_that_mixes_scales_is_followed_as_floats_do(layout, dtype, contro
     plain, plain_grads, _ = mixed_solve(layout, dtype, PLAIN, solver, controller)
     assert stats.reconstruction_error == 0.0
     eps = torch.finfo(dtype).eps
-    assert (exact - plain).abs().max() < 100 * eps  # 13 evaluations in each of 150 steps
+    # 13 evaluations in each of 150 steps; adaptive ones are as long as the rounded error allows, which differs.
+    assert (exact - plain).abs().max() < (200 if controller.adaptive else 100) * eps
     for g, wanted in zip(exact_grads, plain_grads, strict=True):
         assert (g - wanted).abs().max() < 300 * eps * wanted.abs().max()
 

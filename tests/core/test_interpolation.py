@@ -250,11 +250,12 @@ def test_outputs_before_an_event_have_the_gradient_of_autograd(solver):
 ACCURACY = {
     tm.ALF(): 3.5,
     tm.ALF(order=4): 3.5,
+    tm.ALF(order=4, evals=5): 25.0,  # 20 on logistic growth, where it settles; below 3 on the others
     tm.ALF(order=6): 10.0,
     tm.Dopri8(): 10.0,
     tm.HeunEuler(): 3.5,
     tm.Reversible(tm.Bosh3()): 3.5,
-    tm.Reversible(tm.Dopri5()): 10.0,
+    tm.Reversible(tm.Dopri5()): 20.0,  # and 14 of Dopri5: on y' = y cos t at 1e-6 the grid's error is small by luck
 }
 
 

@@ -2,6 +2,7 @@
 
 import functools
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -84,7 +85,7 @@ def test_a_step_is_symmetric(order):
 @pytest.mark.parametrize("beta", [0.0, 0.4])
 def test_a_pi_controller_rejects_less(beta):
     """Van der Pol: h follows fast changes. (It is not cheaper by itself.)"""
-    controller = tm.AdaptiveStep(1e-5, 1e-6, beta=beta)
+    controller = tm.AdaptiveStep(1e-5, 1e-6, beta=beta, safety=0.9)
     stats = tm.solve(VAN_DER_POL.f, VAN_DER_POL.y0, VAN_DER_POL.span, controller=controller).stats
     share = stats.n_rejected / (stats.n_steps + stats.n_rejected)
     assert share > 0.1 if beta == 0 else share < 0.02
@@ -112,16 +113,18 @@ def test_mali_by_name_takes_the_order_that_the_tolerance_asks_for():
         evaluations.append(t.item())
         return MLP.f(t, y)
 
-    def n_evals(**how):
+    def n_evals(n_times=2, **how):
         evaluations.clear()
-        tm.odeint(func, MLP.y0, torch.tensor([0.0, 1.0]), gradient="mali", **how)
+        tm.odeint(func, MLP.y0, torch.linspace(0, 1, n_times), gradient="mali", **how)
         return len(evaluations)
 
-    tight = {"rtol": 1e-3, "atol": 1e-4}
-    assert n_evals(**tight) == n_evals(method="alf4", **tight) != n_evals(method="alf", **tight)
-    loose = {"rtol": 1e-2, "atol": 1e-3}
-    assert n_evals(**loose) == n_evals(method="alf", **loose) != n_evals(method="alf4", **loose)
-    fixed = {"options": {"step_size": 0.25}}
+    for rtol in (1e-1, 1e-3):
+        loose: Any = {"rtol": rtol, "atol": rtol / 10}
+        assert n_evals(**loose) == n_evals(method="alf4_5", **loose) != n_evals(method="alf", **loose)
+    tight: Any = {"rtol": 1e-7, "atol": 1e-8}
+    assert n_evals(**tight) == n_evals(method="alf6_14", **tight) != n_evals(method="alf4_5", **tight)
+    assert n_evals(n_times=3, **tight) == n_evals(method="alf4_5", **tight)  # outputs between grid points
+    fixed: Any = {"options": {"step_size": 0.25}}
     assert n_evals(**fixed) == n_evals(method="alf", **fixed) == 5
     assert n_evals(method="alf6", **fixed) == 81
     assert n_evals(method=tm.Reversible(tm.RK4()), **fixed) == 32

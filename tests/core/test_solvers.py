@@ -141,7 +141,8 @@ def test_local_errors_of_alf_are_of_the_order_of_theorem_3_1(ode, eta, z_order, 
 @pytest.mark.parametrize("solver", [s for s in ALL if s.error_order is not None], ids=repr)
 def test_halving_h_divides_the_error_estimate_as_the_controller_is_told(solver):
     f, norms = on_leaves(LORENZ), []
-    for h in (2**-6, 2**-7):
+    coarse = 2**-7 if solver == ALF(order=6, evals=14) else 2**-6  # its next term is still felt at 2**-6
+    for h in (coarse, coarse / 2):
         start, carry = solver.start(f, 0.0, (LORENZ.y0,), Floats)
         norms.append(solver.step(f, 0.0, h, start, carry, adaptive=True).error[0].norm().item())
     assert slopes(norms) == [pytest.approx(solver.error_order, abs=0.2)]

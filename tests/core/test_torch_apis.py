@@ -387,6 +387,50 @@ def test_operations_made_of_others(public: ModuleType):
     assert sum(map(public.is_composite, random)) == 10
 
 
+# ---- Compilation
+
+
+def test_compilation_has_no_public_way(public: ModuleType):
+    assert private.CAN_COMPILE and not public.CAN_COMPILE
+
+
+def test_a_function_is_traced_and_made_machine_code_of():
+    def run(i: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        def condition(i: Tensor, *_: Tensor) -> Tensor:
+            return i < 5
+
+        return private.while_loop(condition, lambda i, x, y: (i + 1, x * y), (i, x), (y,))
+
+    examples = [torch.zeros((), dtype=torch.int64), torch.zeros(3), torch.zeros(3)]
+    graph = private.traced(run, examples, {aten.mul.Tensor: lambda x, y: torch.add(x, y)})
+    inputs = torch.tensor(2), torch.ones(3), torch.tensor([1.0, 2.0, 3.0])
+    for code in (graph, private.lowered(graph, examples)):
+        i, x = code(*inputs)
+        assert i == 5 and torch.equal(x, torch.tensor([4.0, 7.0, 10.0]))  # 3 rounds, of sums in place of products
+    assert not private.is_traced(x)
+
+
+def test_looks_at_values_are_told_from_other_errors():
+    for function, is_look in (
+        (lambda x: x if x > 0 else -x, True),
+        (lambda x: x * float(x), True),
+        (lambda x: x @ x, False),
+    ):
+        with pytest.raises(Exception) as error:  # noqa: B017, PT011 (it is looked at)
+            private.traced(function, [torch.zeros(())], {})
+        assert private.depends_on_data(error.value) == is_look
+
+
+def test_what_modules_do_beside_returning_something():
+    norm, weights = nn.BatchNorm1d(3), nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))
+    assert private.changes_in_training(norm) and private.changes_in_training(nn.Dropout(0.1))
+    assert not any(map(private.changes_in_training, (nn.Dropout(0.0), nn.Linear(2, 2), weights)))
+    assert not private.hooks_of_module(weights) and not private.hooks_of_module(norm)
+    norm.register_forward_hook(lambda *_: None)
+    assert len(private.hooks_of_module(norm)) == 1
+    assert not private.is_compiled(norm) and not private.is_compiled(len)
+
+
 # ---- All at once
 
 SOLVES = """

@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 
 import torchmali as tm
-from torchmali.solvers.leapfrog import COEFFICIENTS, scheme_of
+from torchmali.solvers.leapfrog import scheme_of
 from torchmali.state.fixed_point import LACKING, LACKING_ONE, LACKING_SHARE, PERIOD, SHARE
 from torchmali.state.integers import BITS, MANTISSA, WORDS
 from torchmali.state.vectors import number
@@ -328,7 +328,7 @@ class Problem:
         y0, a, before = self.inputs(torch.float64 if wide else None)
         noise = noise or Noise()
         order = eval(self.spec.solver, NAMES).order
-        first, rest, _ = scheme_of(COEFFICIENTS[order])
+        first, rest, _ = scheme_of(tm.ALF(order=order).coefficients)
         outputs: dict[int, list[Tensor]] = {}
 
         def f(t: float, z: Sequence[Tensor]) -> list[Tensor]:

@@ -7,6 +7,8 @@ import re
 
 from committed import ROOT, cells, records, table_titled
 
+from benchmarks import evaluations, report, systems
+from benchmarks.suite import limits
 from experiments.report.chapters import flows, images, series
 
 README = ROOT / "README.md"
@@ -105,9 +107,58 @@ def test_the_readme_has_the_numbers_of_series():
         assert in_readme(method, found), (method, found)  # without the paper's numbers
 
 
+def test_the_page_of_work_and_precision_has_the_evaluations_of_adaptive_steps():
+    page = (ROOT / "docs" / "work-precision.md").read_text()
+    record = json.loads((ROOT / "benchmarks" / "records" / "evaluations.json").read_text())
+    results = record["results"]
+    for rows in (evaluations.ratio_table(results), evaluations.list_table(results)):
+        assert evaluations.markdown(rows) in page
+    assert record["header"]["command"] in page
+    limits = (ROOT / "docs" / "limits.md").read_text()
+    n_stiff = len(systems.STIFF)
+    assert f"{n_stiff} stiff problems" in limits
+    assert all(what.split(" at ")[0] in limits for what in evaluations.silently_wrong(results))
+    assert "right" not in evaluations.silently_wrong(results).values()
+    assert set(results["stiff"]) >= {problem.name for problem in systems.STIFF}
+
+
+def test_every_limit_of_evaluations_is_kept():
+    record = json.loads((ROOT / "benchmarks" / "records" / "evaluations.json").read_text())
+    found = evaluations.limits(record["results"])
+    assert len(found) == len(record["limits"]) == 17
+    for (what, value, limit), noted in zip(found, record["limits"], strict=True):
+        assert noted == {"what": what, "value": value, "limit": limit, "kept": True}
+
+
 def test_the_page_of_the_audit_shows_its_record():
     record = json.loads((ROOT / "benchmarks" / "records" / "audit.json").read_text())
     page = (ROOT / "docs" / "audit.md").read_text()
     tables = re.findall(r"```text\n(.*?)\n```", page, re.S)
     assert tables == [found["text"] for found in record["results"].values()]
     assert record["header"]["command"] in page
+
+
+def test_the_page_of_performance_is_made_of_its_records():
+    found = report.load()
+    assert (ROOT / "docs" / "performance.md").read_text() == report.page(found)
+    for picture in ("precision", "memory", "outputs"):
+        assert (ROOT / "docs" / f"performance-{picture}.png").exists()
+    assert {"W1", "W2", "W4"} <= set(found["precision"]) & set(found["fixed"])
+    assert {"W1", "latent"} <= set(found["adaptive"]) and {"mlp", "latent"} <= set(found["outputs"])
+
+
+def test_the_suite_keeps_the_limits_of_memory_and_growth():
+    """Those that are counted; limits of time are in docs/performance.md, with what became of them."""
+    verdicts = {one.text: one.word for one in report.verdicts(report.load())}
+    for name in ("W1", "W2", "W4"):
+        assert verdicts[f"{name}, gradient error 1e-05: peak memory of MALI / torchdiffeq's adjoint"] == "pass"
+    for what in ("distance from 1 of the exponent of evaluations in N", "largest peak memory / smallest"):
+        assert verdicts[f"W1, 50 to 2000 steps, float64: {what}"] == "pass"
+
+
+def test_mali_takes_no_more_evaluations_with_more_output_times():
+    for record in report.load()["outputs"].values():
+        counts = {}
+        for row in limits.rows_of(record, "MALI"):
+            counts[row["n_times"]] = row["forward"] + row["backward"]
+        assert max(counts.values()) <= 1.5 * counts[2], record["problem"]

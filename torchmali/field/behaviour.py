@@ -29,6 +29,8 @@ class Behaviour(NamedTuple):
     operations: Sequence[Any]
     keeps_bits: bool | None = None  # whether it returns the same bits with and without a graph; None: not looked at
     is_calm: bool = True  # no solve in fixed steps has seen f - v alternate, or the like
+    graph_bytes: int | None = None  # that the graph of one evaluation keeps alive; None: not looked at
+    n_evals: int = 0  # of the last forward pass in steps whose number was not known in advance
 
 
 _behaviours: WeakKeyDictionary[Any, dict[Hashable, Behaviour]] = WeakKeyDictionary()

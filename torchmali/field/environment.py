@@ -303,6 +303,10 @@ class Environment:
     def restore(self, mark: Mark) -> None:
         _restore(zip(self.changing, self.at_first or () if mark is None else mark, strict=False))
 
+    def reject(self, mark: Mark) -> None:
+        """Undo the evaluations since `mark`: they were those of a step that is not taken."""
+        self.restore(mark)
+
     def changes(self) -> str:
         """What is not as it was at the first evaluation, in words."""
         if not (self.modules or self.others):

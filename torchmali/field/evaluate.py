@@ -17,7 +17,7 @@ from torchmali.errors import InvalidFieldError, InvalidOptionError, NonRepeatabl
 from torchmali.field.arguments import NO_ARGUMENTS, Arguments, normal
 from torchmali.field.behaviour import Behaviour, forget, recall, remember
 from torchmali.field.environment import Environment, version_of
-from torchmali.field.graph import forgotten_leaves, leaf_of, nodes_behind
+from torchmali.field.graph import forgotten_leaves, leaf_of, nodes_behind, saved_bytes
 from torchmali.field.hooks import silence_hooks
 from torchmali.field.parameters import search_of
 from torchmali.field.randomness import Operations, Source
@@ -44,6 +44,7 @@ class Field:
     returned: Sequence[tuple[weakref.ref, int | None]] = ()  # by the first evaluation, and their versions
     needs_care, needs_graph, n_careful = True, False, 0  # as the first evaluations show
     n_evals = n_vjps = 0
+    graphs: Graphs | None = None  # that the forward pass kept, for the backward pass
     fingerprint: list[Tensor] | None = None  # of its first value
     key: Hashable = None  # under which its behaviour is remembered; None: it is not
     behaviour: Behaviour | None = None  # as remembered from an earlier solve
@@ -111,8 +112,13 @@ class Field:
         """A copy without theta and `fixed`, to be kept until the backward pass."""
         return copied(self, arguments=self.arguments.without_tensors(), args=(), theta=[])
 
-    def with_tensors(self: F, theta: Sequence[Tensor], fixed: Sequence[Tensor], wants_t: bool) -> F:
-        """A copy for one backward pass: theta and `fixed` as saved (args detached), counters at zero."""
+    def with_tensors(
+        self: F, theta: Sequence[Tensor], fixed: Sequence[Tensor], wants_t: bool, graphs: Graphs | None = None
+    ) -> F:
+        """A copy for one backward pass: theta and `fixed` as saved (args detached), counters at zero.
+
+        graphs: those that the forward pass kept.
+        """
         n = len(self.arguments.slots)
         moving = [x.detach().requires_grad_() for x in theta[:n]]
         arguments, environment = self.arguments.with_tensors(moving, fixed), self.environment.for_backward()
@@ -122,6 +128,7 @@ class Field:
             args=arguments.args,
             theta=[*moving, *theta[n:]],
             wants_t=wants_t,
+            graphs=graphs,
             environment=environment,
             n_evals=0,
             n_vjps=0,
@@ -227,6 +234,22 @@ class Field:
             u = self(t, z)
         self._note_first_value(u)
         return u
+
+    def with_function(self: F, func: Callable) -> F:
+        """A copy that calls another function in place of f, which is to return what f returns."""
+        return copied(self, func=func)
+
+    def settled(self: F) -> F:
+        """A copy for which the one evaluation that was made with care is enough: f was traced, too."""
+        needs_care = self.needs_graph or self.environment.is_active
+        found = copied(self, needs_care=needs_care, n_careful=2)
+        if self.behaviour is None:
+            found._remember()
+        return found
+
+    def count(self, n_evals: int, n_vjps: int = 0) -> None:
+        """Count evaluations that were made elsewhere."""
+        self.n_evals, self.n_vjps = self.n_evals + n_evals, self.n_vjps + n_vjps
 
     def is_plain(self) -> bool:
         """Whether f is known to need no care, and to be calm in fixed steps."""
@@ -414,6 +437,77 @@ class Field:
                 )
             self.told.add(id(leaf))
 
+    def for_graphs(self: F) -> F:
+        """A copy all of whose evaluations have graphs, if f is known to need no care."""
+        return copied(self, looks_for_leaves=False)
+
+    def for_recording(self: F, wants_t: bool) -> F:
+        """A copy for `record` in the forward pass: with leaves for the tensors among args, as `with_tensors` makes."""
+        if not self.arguments.slots:
+            return copied(self, wants_t=wants_t)
+        n = len(self.arguments.slots)
+        moving = [x.detach().requires_grad_() for x in self.theta[:n]]
+        arguments = self.arguments.with_tensors(moving, self.fixed)
+        theta = [*moving, *self.theta[n:]]
+        return copied(self, arguments=arguments, args=arguments.args, theta=theta, wants_t=wants_t)
+
+    def count_evaluation(self) -> None:
+        """Count one that a copy made."""
+        self.n_evals += 1
+
+    @contextlib.contextmanager
+    def without_graphs(self) -> Iterator[None]:
+        """Around evaluations that are none of the forward pass: graphs that it kept are not for them."""
+        graphs, self.graphs = self.graphs, None
+        try:
+            yield
+        finally:
+            self.graphs = graphs
+
+    @property
+    def keeps_graphs(self) -> bool:
+        """Whether the graph of an evaluation in the forward pass is that of one in the backward pass.
+
+        Known after the first evaluations: nothing is to be done around each, and no buffers change.
+        """
+        return not self.needs_care and not self.environment.changing
+
+    @property
+    def last_n_evals(self) -> int | None:
+        """How many evaluations the last forward pass with this f took, if it is remembered."""
+        return None if self.behaviour is None else self.behaviour.n_evals or None
+
+    def remember_n_evals(self) -> None:
+        """Remember how many evaluations this forward pass took."""
+        known = None if self.key is None else recall(self.original, self.key)
+        if known is not None:
+            remember(self.original, self.key, known._replace(n_evals=self.n_evals))
+
+    def bytes_of_graph(self, t: Time, z: Tensors) -> int:
+        """The bytes that a recorded evaluation keeps alive: one evaluation, unless it is remembered."""
+        known = None if self.key is None else recall(self.original, self.key)
+        if known is not None and known.graph_bytes is not None:
+            return known.graph_bytes
+        found: list[Recorded] = []
+
+        def record() -> None:
+            with torch.enable_grad():
+                found.append(
+                    copied(self, graphs=None, looks_for_leaves=False, needs_care=False).record(
+                        t, tuple([x.clone() for x in z])
+                    )
+                )
+
+        modules = [x for m in self.environment.modules for x in (*m.parameters(False), *m.buffers(False))]
+        loose = [x for place in self.environment.loose if (x := place.tensor) is not None]
+        self.count_evaluation()
+        size = saved_bytes(
+            record, [*self.theta, *self.fixed, *modules, *loose], lambda: (*found[0].inputs[: len(z)], *found[0].u)
+        )
+        if known is not None:
+            remember(self.original, self.key, known._replace(graph_bytes=size))
+        return size
+
     def linearize(self, t: Time, z: Tensors, a: Leaves) -> tuple[Tensors, list[Tensor | None], Tensor | None]:
         """u = f(t, z), then a^T df/d(z, theta) and a^T df/dt (where wanted), from one evaluation.
 
@@ -423,7 +517,13 @@ class Field:
         return recorded.u, *recorded.pull(a)
 
     def record(self, t: Time, z: Tensors) -> Recorded:
-        """f(t, z) with its graph. Grad mode must be on, and z must stay as it is until the graph is used."""
+        """f(t, z) with its graph. Grad mode must be on, and z must stay as it is until the graph is used.
+
+        If the forward pass kept the graph of this evaluation, that one is taken, and f is not evaluated.
+        """
+        kept = self.graphs.take(t) if self.graphs else None
+        if kept is not None:
+            return kept.of(self)
         z = tuple([x.detach().requires_grad_() for x in z])
         inputs = [*z, *self.theta]
         if self.wants_t:
@@ -456,6 +556,45 @@ class Field:
                 f"{self.called} reads a tensor that was computed outside it from its own parameters, and each step "
                 "would have to go back through that. Pass the tensor through args=(...), or compute it inside."
             ) from error
+
+
+class KeptGraph(NamedTuple):
+    """One evaluation of f in the forward pass, with its graph."""
+
+    number: int  # of the evaluation among those that were recorded
+    t: Time
+    outputs: Tensors
+    inputs: list[Tensor]
+    u: Tensors
+
+    def of(self, field: Field) -> Recorded:
+        z = tuple([x.detach() for x in self.inputs[: len(self.u)]])
+        return Recorded(field, self.outputs, self.inputs, self.u, z)
+
+
+class Graphs:
+    """Graphs of evaluations that the forward pass kept, each to be taken once by the backward pass.
+
+    The backward pass asks for them from the last step to the first, with the very times of the forward pass; within a
+    step in any order. n_per_step: the largest number of evaluations in a step.
+    """
+
+    def __init__(self, kept: Iterable[KeptGraph], n_per_step: int):
+        self.kept, self.n_per_step = list(kept), n_per_step
+
+    def __len__(self) -> int:
+        return len(self.kept)
+
+    def take(self, t: Time) -> KeptGraph | None:
+        """The last one at time t, if it belongs to one of the last evaluations that are there."""
+        kept = self.kept
+        for i in range(len(kept) - 1, max(-1, len(kept) - 2 - self.n_per_step), -1):
+            if kept[i].t == t:
+                found = kept.pop(i)
+                while kept and kept[-1].number > found.number + self.n_per_step:
+                    kept.pop()  # made for an error estimate: the backward pass has no use for it
+                return found
+        return None
 
 
 def _listed(params: Iterable[Tensor]) -> list[Tensor]:
@@ -526,6 +665,7 @@ class Recorded(NamedTuple):
     outputs: Tensors
     inputs: list[Tensor]
     u: Tensors  # the outputs without a graph
+    z: Tensors | None = None  # where f was evaluated in the forward pass, if the graph was kept
 
     def pull(self, a: Leaves) -> tuple[list[Tensor | None], Tensor | None]:
         """a^T df/d(z, theta), and a^T df/dt where it is wanted; None where there is no dependence."""

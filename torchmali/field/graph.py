@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
+from torchmali._torch import storage_key
 from torchmali.state.vectors import Leaves
 
 
@@ -49,3 +50,36 @@ def nodes_behind(nodes: list, stop: set) -> set:
 
 def leaf_of(node: Any) -> Tensor | None:
     return getattr(node, "variable", None)
+
+
+def saved_bytes(record: Callable[[], None], known: Sequence[Tensor], others: Callable[[], Sequence[Tensor]]) -> int:
+    """The bytes of the tensors that the graphs made by `record` hold, and of others, without those that are known.
+
+    Each storage counts once. others: called after `record`. Saved-tensor hooks of the caller do not see these graphs.
+    """
+    saved: list[Tensor] = []
+
+    def pack(x: Tensor) -> Tensor:
+        saved.append(x)
+        return x
+
+    def unpack(x: Tensor) -> Tensor:
+        return x
+
+    with saved_tensors_hooks(pack, unpack):
+        record()
+    everything = (*saved, *others())
+    storages = [*map(_storage, everything), *map(_storage, known)]  # all alive at once, or a key might come back
+    sizes = {key: size for key, size, _ in storages[: len(everything)]}
+    for key, _, _ in storages[len(everything) :]:
+        sizes.pop(key, None)
+    return sum(sizes.values())
+
+
+def _storage(x: Tensor) -> tuple[int, int, Any]:
+    """What tells the storage of a tensor from others, its bytes, and the storage itself."""
+    try:
+        storage = x.untyped_storage()
+        return storage_key(storage), storage.nbytes(), storage
+    except (NotImplementedError, RuntimeError):  # a layout without one: sparse
+        return id(x), x.element_size() * x.numel(), x

@@ -12,15 +12,17 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from torchmali.abstract import Abstract
+from torchmali.compiled.recording import NotCompiledError
 from torchmali.controllers import StepController
 from torchmali.errors import DoubleBackwardError, NonRepeatableFieldError
 from torchmali.field.environment import in_forward_pass
 from torchmali.field.evaluate import Field
+from torchmali.field.recorder import Followed, RecordedEffects, Recorder
 from torchmali.integrate import integrate
 from torchmali.loop.base import Integration
 from torchmali.outputs.base import Outputs
 from torchmali.solution import Stats
-from torchmali.solvers.base import Solver
+from torchmali.solvers.base import Slope, Solver
 from torchmali.solvers.leapfrog import Leapfrog
 from torchmali.state.fixed_point import FixedPointArithmetic
 from torchmali.state.floats import Floats
@@ -83,15 +85,19 @@ def solve_forward(
     arithmetic: Any = Floats,
     tape: Tape | None = None,
     through_search: bool = False,
+    recorder: Recorder | Followed | None = None,
 ) -> Solved:
-    """Solve a problem from z0 in the grad mode that is on. arithmetic, tape, through_search: see `integrate`."""
+    """Solve a problem from z0 in the grad mode that is on. arithmetic, tape, through_search: see `integrate`.
+
+    recorder: evaluates f in its place.
+    """
     field, outputs = problem.field, problem.outputs
     # If bits count, f has to return those of the backward pass.
     f = field.with_bits_of_backward() if isinstance(arithmetic, FixedPointArithmetic) else field
     solver, controller, jumps = problem.solver, problem.controller, field.jumps
     effects: Any = field.environment
 
-    def run(outputs: Outputs, tape: Tape | None) -> Integration:
+    def run(f: Slope, effects: Any, outputs: Outputs, tape: Tape | None) -> Integration:
         return integrate(
             f,
             z0,
@@ -108,9 +114,13 @@ def solve_forward(
 
     effects.source.begin(field.device)
     environments = [effects, *[function.environment for function in outputs.functions]]
-    done = in_forward_pass(environments, lambda: run(outputs, tape))
+    if recorder is None:
+        done = in_forward_pass(environments, lambda: run(f, effects, outputs, tape))
+    else:
+        recorded = RecordedEffects(effects, recorder)
+        done = in_forward_pass(environments, lambda: run(recorder, recorded, outputs, tape))
     stats = done.stats(field.n_evals)
-    _raise_for_late_draws(problem, lambda: run(outputs.again(), None))
+    _raise_for_late_draws(problem, lambda: run(f, effects, outputs.again(), None))
     return Solved(outputs.results(), stats, done)
 
 
@@ -131,11 +141,13 @@ def _raise_for_late_draws(problem: Problem, repeat: Callable[[], Any]) -> None:
         repeat()
 
 
-def solve_without_graph(problem: Problem, arithmetic: Any = Floats, tape: Tape | None = None) -> Solved:
+def solve_without_graph(
+    problem: Problem, arithmetic: Any = Floats, tape: Tape | None = None, recorder: Recorder | None = None
+) -> Solved:
     """Solve a problem without a graph."""
     z0 = tuple([z.detach() for z in problem.z0])
     with torch.no_grad():
-        return solve_forward(problem, z0, problem.times, arithmetic, tape)
+        return solve_forward(problem, z0, problem.times, arithmetic, tape, recorder=recorder)
 
 
 def through_function(function: Any, method: GradientMethod, problem: Problem) -> Solved:
@@ -179,6 +191,10 @@ class GradientMethod(Abstract):
     @abstractmethod
     def solve(self, problem: Problem) -> Solved:
         """The solution, with results that can be differentiated."""
+
+    def solve_compiled(self, problem: Problem) -> Solved:
+        """The same from compiled loops; raise NotCompiledError with a reason if there are none for this problem."""
+        raise NotCompiledError(f"{self} is not compiled (use gradient=MALI())")
 
 
 def refuse_double_backward(method: str) -> None:

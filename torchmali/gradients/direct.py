@@ -10,17 +10,21 @@ finite, random numbers were drawn, a rebuilt state drifted - the loop, or `Backw
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Sequence
+from itertools import accumulate as running_sums
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from torchmali.abstract import Abstract
 from torchmali.controllers import FixedStep
 from torchmali.field.environment import in_forward_pass
 from torchmali.field.evaluate import Field
 from torchmali.gradients.base import Problem, Solved, refuse_double_backward
-from torchmali.gradients.replay import LIMITS, BackwardPass, Limits, OutputCotangents, ReplayGradient
+from torchmali.gradients.replay import LIMITS, BackwardPass, Limits, OutputCotangents, PulledSegment, ReplayGradient
 from torchmali.loop.base import Integration, read
 from torchmali.loop.schedule import Schedule, schedule_of
 from torchmali.outputs.stored import StoredOutputs
@@ -30,7 +34,7 @@ from torchmali.solvers.cotangent import Cotangent
 from torchmali.solvers.leapfrog import Leapfrog
 from torchmali.state.floats import Floats
 from torchmali.state.vectors import Tensors, first_non_finite
-from torchmali.tape import Tape
+from torchmali.tape import Start, Tape
 
 
 class NotDirectError(Exception):
@@ -39,8 +43,13 @@ class NotDirectError(Exception):
 
 def direct_schedule(problem: Problem) -> Schedule | None:
     """The schedule of a solve that can be made directly; None for others."""
+    return plain_schedule(problem) if problem.field.is_plain() else None
+
+
+def plain_schedule(problem: Problem) -> Schedule | None:
+    """The schedule of a solve, if all that happens in it is planned; None for others."""
     solver, controller, times = problem.solver, problem.controller, problem.times
-    if type(controller) is not FixedStep or type(problem.outputs) is not StoredOutputs or not problem.field.is_plain():
+    if type(controller) is not FixedStep or type(problem.outputs) is not StoredOutputs:
         return None
     if not isinstance(solver, Leapfrog) or solver.eta != 1 or problem.t is not None or problem.wants_code:
         return None
@@ -48,23 +57,64 @@ def direct_schedule(problem: Problem) -> Schedule | None:
     return schedule if schedule.is_plain else None
 
 
-def solve_directly(method: ReplayGradient, problem: Problem, schedule: Schedule) -> Solved:
+class Moves(Abstract):
+    """How the steps of a schedule are taken."""
+
+    saved: Sequence[Tensor] = ()  # what they read beside the state, f's tensors and the fixed arguments
+
+    def with_saved(self, saved: Sequence[Tensor]) -> Moves:
+        """These moves for a backward pass, with `saved` as autograd kept it. (Until then they are without it.)"""
+        return self
+
+    @abstractmethod
+    def forward(self, problem: Problem, schedule: Schedule) -> tuple[StoredOutputs, Floats]:
+        """Follow a schedule from the start; raise NotDirectError if the loop has to do it."""
+
+    @abstractmethod
+    def backward(self, back: BackwardPath) -> tuple[Cotangent, Floats, Floats]:
+        """Follow a schedule back: the cotangent at the start, the start as it was rebuilt, and as it is."""
+
+
+class EagerMoves(Moves):
+    """Steps taken by the solver, one evaluation of f after the other."""
+
+    def forward(self, problem: Problem, schedule: Schedule) -> tuple[StoredOutputs, Floats]:
+        return _run(problem, schedule)
+
+    def backward(self, back: BackwardPath) -> tuple[Cotangent, Floats, Floats]:
+        f, solver = back.f, back.solver
+        a = back.cotangent()
+        state: Any = back.end.fork()
+        for run in reversed(back.schedule.runs):
+            back.add_output(run.output, a.z)
+            state = solver.pull_run(f, run.times, state, a)
+        back.add_output(0, a.z)
+        start: Any = solver.pull_start(f, back.times[0], Floats(back.z0), a)[0]
+        return a, state, start
+
+
+def solve_directly(
+    method: ReplayGradient,
+    problem: Problem,
+    schedule: Schedule,
+    moves: Moves = EagerMoves(),  # noqa: B008
+) -> Solved:
     """Solve a problem along its schedule; raise NotDirectError if the loop has to do it."""
     if not problem.wants_gradient:
         with torch.no_grad():
-            results, end, stats = _solved(problem, schedule)
+            results, end, stats = _solved(problem, schedule, moves)
     else:
         found: list[tuple[Floats, Stats]] = []
-        results = _Direct.apply(method, problem, schedule, found, *problem.inputs)
+        results = _Direct.apply(method, problem, schedule, moves, found, *problem.inputs)
         ((end, stats),) = found
     return Solved(results, stats, Integration(end, Tape(), 0))
 
 
-def _solved(problem: Problem, schedule: Schedule) -> tuple[Tensors, Floats, Stats]:
+def _solved(problem: Problem, schedule: Schedule, moves: Moves) -> tuple[Tensors, Floats, Stats]:
     field = problem.field
     source = field.environment.source
     source.begin(field.device)
-    outputs, state = in_forward_pass([field.environment], lambda: _run(problem, schedule))
+    outputs, state = in_forward_pass([field.environment], lambda: moves.forward(problem, schedule))
     if first_non_finite(state.point) is not None or source.look():
         raise NotDirectError
     _, n_steps, h_min, h_max = schedule
@@ -85,7 +135,7 @@ def _run(problem: Problem, schedule: Schedule) -> tuple[StoredOutputs, Floats]:
             refresher = refresher or Refresher(solver, False, range(len(z0)), schedule.n_steps)
         if refresher is not None:
             refresher.after_steps(len(steps) - 1, ())
-            if refresh.decides and _alternates(f, refresher, residuals, state, grid):
+            if refresh.decides and alternates(f, refresher, residuals, state, grid):
                 raise NotDirectError
             refresher.after_steps(1, residuals)
         if output is not None:
@@ -93,7 +143,7 @@ def _run(problem: Problem, schedule: Schedule) -> tuple[StoredOutputs, Floats]:
     return outputs, state
 
 
-def _alternates(f: Field, refresher: Refresher, residuals: list[Tensors], state: Floats, grid: Sequence[Any]) -> bool:
+def alternates(f: Field, refresher: Refresher, residuals: list[Tensors], state: Floats, grid: Sequence[Any]) -> bool:
     alternation = refresher.alternation(residuals, state.point, grid[-1] - grid[-2], f.environment.eps)
     return not read([alternation])[0] >= 0
 
@@ -107,77 +157,106 @@ class _Kept(NamedTuple):
     schedule: Schedule
     times: Sequence[float]
     stats: Stats
-    n_leaves: int
+    moves: Moves
+    sizes: Sequence[int]  # numbers of saved tensors: z0, theta, fixed ones, those of the moves, z and v at the end
 
 
 class _Direct(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, method: ReplayGradient, problem: Problem, schedule: Schedule, found: list, *inputs: Tensor | None
+        ctx: Any,
+        method: ReplayGradient,
+        problem: Problem,
+        schedule: Schedule,
+        moves: Moves,
+        found: list,
+        *inputs: Tensor | None,
     ) -> Tensors:
-        results, end, stats = _solved(problem, schedule)
+        results, end, stats = _solved(problem, schedule, moves)
         found.append((end, stats))
         ctx.set_materialize_grads(False)
         field, solver, times = problem.field.without_tensors(), problem.solver, problem.times
-        ctx.kept = _Kept(method, field, solver, schedule, times, stats, len(problem.z0))  # pyright: ignore
-        ctx.save_for_backward(*inputs[1:], *end.point, *end.slope)
+        fixed, saved, n = problem.field.fixed, moves.saved, len(problem.z0)
+        sizes = n, len(problem.field.theta), len(fixed), len(saved), n, n
+        ctx.kept = _Kept(method, field, solver, schedule, times, stats, moves.with_saved(()), sizes)  # pyright: ignore
+        ctx.save_for_backward(*inputs[1:], *fixed, *saved, *end.point, *end.slope)
         return results
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        method, field, solver, schedule, times, stats, n = ctx.kept
+        method, field, solver, schedule, times, stats, moves, sizes = ctx.kept
         refuse_double_backward(type(method).__name__)
-        saved = ctx.saved_tensors
+        ends = list(running_sums(sizes, initial=0))
+        z0, theta, fixed, others, point, slope = [ctx.saved_tensors[i:j] for i, j in pairwise(ends)]
         # Detached: an f that calls y.requires_grad_() leaves its mark.
-        z0, point, slope = [tuple([x.detach() for x in part]) for part in (saved[:n], saved[-2 * n : -n], saved[-n:])]
-        f = field.with_tensors(saved[n : -2 * n], (), wants_t=False)
-        back = _BackwardPass(f, solver, schedule, times, grads, Floats(point, slope), z0)
+        z0, point, slope = [tuple([x.detach() for x in part]) for part in (z0, point, slope)]
+        f = field.with_tensors(theta, fixed, wants_t=False)
+        back = BackwardPath(f, solver, schedule, times, grads, Floats(point, slope), z0)
         with f.backward_pass(times[0], z0), torch.enable_grad():
-            (a, drift), n_reruns = back.pull(), 0
-            if drift is None:
-                passed, a = back.pull_along_tape(method)
-                drift, n_reruns = passed.drift, passed.n_reruns
-                method.judge_backward(passed)
-        counts = {"n_evals_backward": f.n_evals, "n_vjps": f.n_vjps, "n_reruns": n_reruns}
-        stats.count(reconstruction_error=drift, **counts)
-        return None, None, None, None, None, *a.sums
+            a = back.run(method, moves.with_saved(others), stats)[0]
+        return None, None, None, None, None, None, *a.sums
 
 
-class _BackwardPass(NamedTuple):
+class BackwardPath(NamedTuple):
     """A backward pass over a schedule."""
 
     f: Field
     solver: Leapfrog
     schedule: Schedule
     times: Sequence[float]
-    grads: Sequence[Tensor | None]  # dL/dy
+    grads: Sequence[Sequence[Tensor | None] | Tensor | None]  # dL/dy
     end: Floats
     z0: Tensors
+    of_end: tuple[Tensors, Tensors] | None = None  # dL/d(z, v) at the end, beside what the outputs give; None: zero
 
-    def pull(self) -> tuple[Cotangent, float | None]:
-        """Return the cotangent at the start, and by how far that was missed; None: by more than can be trusted."""
+    def run(self, method: ReplayGradient, moves: Moves, stats: Stats) -> tuple[Cotangent, bool]:
+        """Return the cotangent at the start, and whether all of the schedule could be rebuilt; count and warn."""
+        a, drift, rebuilt, start = self._pull(moves)
+        n_reruns = 0
+        if drift is None:
+            passed, a = self._judged(method, a, rebuilt, start)
+            drift, n_reruns = passed.drift, passed.n_reruns
+            method.judge_backward(passed)
+        counts = {"n_evals_backward": self.f.n_evals, "n_vjps": self.f.n_vjps, "n_reruns": n_reruns}
+        stats.count(reconstruction_error=drift, **counts)
+        return a, not n_reruns
+
+    def cotangent(self) -> Cotangent:
+        """dL/d(z, v) at the end, before the outputs."""
+        a = Cotangent.zero(self.end, len(self.f.theta), 0, 0)
+        if self.of_end is not None:
+            for whole, part in zip((*a.z, *a.v), (*self.of_end[0], *self.of_end[1]), strict=True):
+                whole.copy_(part)
+        return a
+
+    def _pull(self, moves: Moves) -> tuple[Cotangent, float | None, Floats, Floats]:
+        """Return the cotangent at the start, and by how far that was missed (None: by more than can be trusted).
+
+        Also: the state there as it was rebuilt, and as it is.
+        """
         f, solver = self.f, self.solver
-        a = Cotangent.zero(self.end, len(f.theta), 0, 0)
-        state: Any = self.end.fork()
-        for run in reversed(self.schedule.runs):
-            self._add_output(run.output, a)
-            state = solver.pull_run(f, run.times, state, a)
-        self._add_output(0, a)
-        start: Any = solver.pull_start(f, self.times[0], Floats(self.z0), a)[0]
+        a, state, start = moves.backward(self)
         limits: Limits = max([LIMITS[z.dtype] for z in self.z0])
-        drift = state.deviation(start, self.end, solver.scale_of_v(self.times[-1] - self.times[0]), limits[:2])
+        span = self.schedule.runs[-1].times[-1] - self.times[0]
+        drift = state.deviation(start, self.end, solver.scale_of_v(span), limits[:2])
         is_small = limits.hold(drift, 8 * f.environment.eps_of_state * math.sqrt(self.schedule.n_steps))
-        return a, drift.component if is_small else None
+        return a, drift.component if is_small else None, state, start
 
-    def _add_output(self, k: int | None, a: Cotangent) -> None:
+    def add_output(self, k: int | None, az: Sequence[Tensor]) -> None:
         """Add dL/dy[k] to dL/dz."""
         if k is not None:
-            for z, g in zip(a.z, self.grads, strict=True):
-                if g is not None:
-                    z.add_(g[k])
+            for z, g in zip(az, self.grads, strict=True):
+                part = None if g is None else g[k]
+                if part is not None:
+                    z.add_(part)
 
-    def pull_along_tape(self, method: ReplayGradient) -> tuple[BackwardPass, Cotangent]:
-        """Pull back over the tape that the loop would have made; where it drifted, it is solved again."""
-        outputs = OutputCotangents(StoredOutputs(len(self.times)), self.times, self.grads)
+    def _judged(
+        self, method: ReplayGradient, a: Cotangent, rebuilt: Floats, start: Floats
+    ) -> tuple[BackwardPass, Cotangent]:
+        """Judge a start that was missed as the loop does, by the tape that it would have made; perhaps solve again."""
+        outputs: Any = OutputCotangents(StoredOutputs(len(self.times)), self.times, self.grads)  # pyright: ignore
         passed = BackwardPass(self.f, self.solver, self.z0, outputs, method.inverts, bool(method.reruns))
-        return passed, passed.run(self.schedule.events, [], self.end.fork(), passed.zero(self.end))[1]
+        head, *segment = self.schedule.events
+        assert isinstance(head, Start)
+        pulled = PulledSegment(head, segment, Floats(self.z0), rebuilt, start, self.end.fork())
+        return passed, passed.judged(pulled, a, None if self.of_end is None else self.cotangent())

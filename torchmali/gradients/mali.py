@@ -9,19 +9,28 @@ from typing import Any, ClassVar
 
 import torch
 
+from torchmali.compiled.recording import NotCompiledError
+from torchmali.compiled.solve import solve_compiled
 from torchmali.controllers import StepController
 from torchmali.errors import IncompatibleError, InvalidOptionError, warn
-from torchmali.gradients.base import Problem, Solved
+from torchmali.field.recorder import Expected, Followed, Recorder, TooManyEvaluationsError
+from torchmali.gradients.base import Problem, Solved, solve_forward
 from torchmali.gradients.direct import NotDirectError, direct_schedule, solve_directly
+from torchmali.gradients.graphed import solve_with_graphs
 from torchmali.gradients.replay import LIMITS, BackwardPass, ReplayGradient
+from torchmali.loop.schedule import Schedule
+from torchmali.outputs.stored import StoredOutputs
 from torchmali.solution import TELL_LIMIT, short_repr
 from torchmali.solvers.base import ReversibleSolver, Solver
 from torchmali.solvers.leapfrog import Leapfrog
 from torchmali.state.base import RewindableState
 from torchmali.state.fixed_point import PERIOD, FixedPoint, FixedPointArithmetic
 from torchmali.state.floats import Floats
+from torchmali.state.traced import Traced
 from torchmali.tape import Tape
 
+VARIES = 1.1  # factor by which the number of evaluations differs from one adaptive solve to the next
+FEW_STATES = 16  # beside graphs
 GUESSED_STEPS = 32  # of an adaptive solve, before its first step
 UNITS = {"B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -38,8 +47,9 @@ class MALI(ReplayGradient):
     needs). checkpoint_every: keep every K-th state and go on from it; what drifts in between is solved
     again with more states kept. "auto" keeps none, unless the solver amplifies round-off by itself (damping): then as
     many as that takes; and if the start is not met, it solves again with about sqrt(n_steps) states. None: never.
-    memory: as "256MiB", what "auto" may fill with checkpoints. unsafe_damping: allow damped steps to be inverted
-    without any, as published.
+    memory: as "2GiB", what "auto" may fill with graphs of the last evaluations, which the backward pass then takes in
+    place of evaluations (plain autograd, if all fit), and with checkpoints. unsafe_damping: allow damped steps to be
+    inverted without any, as published.
     """
 
     exact: bool | str = False
@@ -114,15 +124,67 @@ class MALI(ReplayGradient):
         return self.checkpoint_every is not None and not self.exact
 
     def solve(self, problem: Problem) -> Solved:
-        is_plain = self.memory is None and self.checkpoint_every in ("auto", None) and not self.exact
+        followed = self._followed(problem)
+        if followed is not None:
+            return followed
+        is_plain = self.checkpoint_every in ("auto", None) and not self.exact
         schedule = direct_schedule(problem) if is_plain else None
-        if schedule is None:
+        n_steps = 0 if schedule is None else self._steps_with_graphs(problem, schedule)
+        if schedule is None or (self.memory is not None and problem.wants_gradient and not n_steps):
             return super().solve(problem)
         try:
+            if n_steps:
+                return solve_with_graphs(self, problem, schedule, n_steps)
             return solve_directly(self, problem, schedule)
         except NotDirectError:
             field, outputs = problem.field.is_restless(), problem.outputs.again()
             return super().solve(problem._replace(field=field, outputs=outputs))
+
+    def solve_compiled(self, problem: Problem) -> Solved:
+        if self.exact or self.memory is not None or self.checkpoint_every not in ("auto", None):
+            raise NotCompiledError(f"{self} is not compiled (use MALI() without exact, memory and checkpoints)")
+        return solve_compiled(self, problem)
+
+    def _followed(self, problem: Problem) -> Solved | None:
+        """Solve by plain autograd, if all graphs of a known f fit: as many as there were in the last solve with it.
+
+        None: they do not, or steps in a schedule need no loop.
+        """
+        field, times = problem.field, problem.times
+        last = field.last_n_evals
+        if last is None or self.memory is None or self.exact or not problem.wants_gradient:
+            return None
+        is_plain = type(problem.outputs) is StoredOutputs and problem.t is None and not problem.wants_code
+        if not is_plain or not isinstance(problem.solver, Leapfrog) or problem.solver.eta != 1:
+            return None
+        z0 = tuple([z.detach() for z in problem.z0])
+        most = int(_bytes(self.memory) / max(1, field.bytes_of_graph(times[0], z0)))
+        if VARIES * last > most or direct_schedule(problem) is not None:
+            return None
+        field = field.for_graphs()
+        try:
+            solved = solve_forward(
+                problem._replace(field=field, outputs=problem.outputs.again()),
+                problem.z0,
+                times,
+                arithmetic=Traced,
+                recorder=Followed(field, most),
+            )
+        except TooManyEvaluationsError:
+            return None
+        solved.stats.count(n_graphs=field.n_evals)
+        return solved
+
+    def _steps_with_graphs(self, problem: Problem, schedule: Schedule) -> int:
+        """How many steps of a schedule have graphs that fit into the memory."""
+        if self.memory is None or not problem.wants_gradient:
+            return 0
+        assert isinstance(problem.solver, Leapfrog)
+        n_reflects, n_steps = problem.solver.n_reflects, schedule.n_steps
+        z0 = tuple([z.detach() for z in problem.z0])
+        n_graphs = _bytes(self.memory) / max(1, problem.field.bytes_of_graph(problem.times[0], z0))
+        # The evaluation of v0 has a graph if all have one.
+        return n_steps if n_graphs >= n_steps * n_reflects + 1 else min(n_steps - 1, int(n_graphs / n_reflects))
 
     def tape(self, problem: Problem) -> Tape:
         longest = _longest(problem)
@@ -139,6 +201,26 @@ class MALI(ReplayGradient):
         every = longest if self.checkpoint_every == "auto" else self.checkpoint_every
         assert not isinstance(every, str)
         return Tape(keep_every=every, rewinds=True)
+
+    def recorder(self, problem: Problem, tape: Tape) -> Recorder | None:
+        solver, field = problem.solver, problem.field
+        if self.memory is None or self.exact or not isinstance(solver, Leapfrog) or solver.eta != 1:
+            return None
+        n_steps, last = problem.n_steps, field.last_n_evals
+        if n_steps is not None:
+            n = n_steps * solver.n_reflects + 1
+            expected = Expected(n, n)
+        else:  # the number of adaptive steps varies from solve to solve
+            expected = Expected(0 if last is None else int(last / VARIES), None if last is None else int(last * VARIES))
+        size = max(1, self._bytes_of_state(problem))
+
+        n_states = max(FEW_STATES, math.isqrt(n_steps or 0))  # more of them would take more time than they save
+
+        def limit_states(n_bytes: float) -> None:
+            tape.limit(min(n_states, int(n_bytes // size)))
+
+        n_per_step, wants_t = solver.n_reflects + 1, problem.t is not None
+        return Recorder(field, _bytes(self.memory), expected, n_per_step, wants_t, limit_states)
 
     def _bytes_of_state(self, problem: Problem) -> int:
         return 2 * sum(z.numel() * (8 if self.exact == "int64" else z.itemsize) for z in problem.z0)

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from torchmali._torch import foreach_norm
-from torchmali.field.evaluate import Field
+from torchmali.field.evaluate import Field, Graphs
+from torchmali.field.recorder import Recorder
 from torchmali.gradients.base import (
     GradientMethod,
     Problem,
@@ -88,8 +89,12 @@ class ReplayGradient(GradientMethod):
             return through_function(_Replay, self, problem)
         return self.solve_forward(problem, self.tape(problem) if problem.wants_code else None)
 
-    def solve_forward(self, problem: Problem, tape: Tape | None) -> Solved:
-        solved = solve_without_graph(problem, self.arithmetic(problem), tape)
+    def recorder(self, problem: Problem, tape: Tape) -> Recorder | None:
+        """What evaluates f in a forward pass whose graphs are kept, as far as they fit. Here: none are kept."""
+        return None
+
+    def solve_forward(self, problem: Problem, tape: Tape | None, recorder: Recorder | None = None) -> Solved:
+        solved = solve_without_graph(problem, self.arithmetic(problem), tape, recorder)
         self.judge_forward(problem, solved)
         return solved
 
@@ -119,8 +124,14 @@ class _Replay(torch.autograd.Function):
     def forward(
         ctx: Any, method: ReplayGradient, problem: Problem, found: list[Solved], *inputs: Tensor | None
     ) -> Tensors:
-        solved = method.solve_forward(problem, method.tape(problem))
+        tape = method.tape(problem)
+        recorder = method.recorder(problem, tape)
+        solved = method.solve_forward(problem, tape, recorder)
         found.append(solved)
+        # Used once, and gone: a second backward pass rebuilds all states.
+        ctx.graphs = None if recorder is None else _graphs(recorder, tape)
+        n_checkpoints = len(tape.checkpoints)
+        solved.stats.count(n_graphs=len(ctx.graphs or ()), n_checkpoints=n_checkpoints)
         field, outputs, fixed = problem.field, problem.outputs, problem.field.fixed
         end, tape, _ = solved.integration
         assert isinstance(end, RewindableState)
@@ -149,7 +160,8 @@ class _Replay(torch.autograd.Function):
         # Detached: an f that calls y.requires_grad_() leaves its mark.
         z0, *states = [tuple([x.detach() for x in leaves]) for leaves in (z0, *states)]
         end, *kept = map(Snapshot, states, forms)
-        f = field.with_tensors(theta, fixed, wants_t=ctx.needs_input_grad[3])
+        graphs, ctx.graphs = ctx.graphs, None
+        f = field.with_tensors(theta, fixed, wants_t=ctx.needs_input_grad[3], graphs=graphs)
         cotangents = OutputCotangents(outputs.with_tensors(observer, f.wants_t), times, grads)
         state = method.state.restore(end)
         passed = BackwardPass(f, solver, z0, cotangents, method.inverts, method.reruns)
@@ -163,6 +175,14 @@ class _Replay(torch.autograd.Function):
         method.judge_backward(passed)
         a_t = torch.stack([f.scalar(x) for x in outputs.of_given_times(a.times)]).to(t[0]) if f.wants_t else None
         return (None, None, None, a_t, *a.sums, *a.observer)
+
+
+def _graphs(recorder: Recorder, tape: Tape) -> Graphs | None:
+    """The graphs that a forward pass kept. Nothing amplifies round-off there, and no state has to be kept."""
+    t, graphs = recorder.first_time, recorder.graphs()
+    if graphs is not None and t is not None:
+        tape.drop_after(t)
+    return graphs
 
 
 def _split(x: Sequence[Tensor], sizes: Sequence[int]) -> list[Sequence[Tensor]]:
@@ -198,6 +218,17 @@ class OutputCotangents(NamedTuple):
 
         samples = self.outputs.samples_of(output.first, output.end)
         return InnerOutputs(first, times, not self.outputs.keeps_states, pull, samples=samples)
+
+
+class PulledSegment(NamedTuple):
+    """A segment over which a cotangent was pulled back."""
+
+    head: Start | Refresh | Step
+    segment: Sequence[Event]
+    truth: RewindableState  # the known state before the head
+    rebuilt: RewindableState  # the one with which the segment begins, as it was rebuilt
+    start: RewindableState  # and as it is
+    after: RewindableState  # the state at the end
 
 
 @dataclass
@@ -290,15 +321,29 @@ class BackwardPass:
             assert head.before is not None
             truth = state.rebuilt_with(kept[head.before])
         start = self._pull_head(head, truth, a)
-        is_wanting = compares and not self._trusts(state, start, after, segment, a)
-        if aside:
-            a.take_back(aside)
-        again = self._rerun(segment, start, after, aside or self.zero(state)) if is_wanting else None
-        if again is None:
+        pulled = PulledSegment(head, segment, truth, state, start, after)
+        if not compares:
+            if aside:
+                a.take_back(aside)
             return truth, a
-        self._pull_head(head, truth, again)
+        return truth, self.judged(pulled, a, aside)
+
+    def judged(self, pulled: PulledSegment, a: Cotangent, aside: Cotangent | None) -> Cotangent:
+        """The cotangent at the start of a segment over which `a` was pulled back: `a`, if the state there was rebuilt.
+
+        Else the segment is solved again. aside: the cotangent at its end; None: that is zero.
+        """
+        head, segment, truth, rebuilt, start, after = pulled
+        with self.f.without_graphs():
+            is_wanting = not self._trusts(rebuilt, start, after, segment, a)
+            if aside:
+                a.take_back(aside)
+            again = self._rerun(segment, start, after, aside or self.zero(rebuilt)) if is_wanting else None
+            if again is None:
+                return a
+            self._pull_head(head, truth, again)
         self.gain = max(self.gain, _difference(a.sums, again.sums))
-        return truth, again
+        return again
 
     def _pull_head(self, head: Start | Refresh | Step, before: RewindableState, a: Cotangent) -> RewindableState:
         """Pull `a` back over the event at the head of a segment; return the state with which the segment begins."""

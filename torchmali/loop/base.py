@@ -45,6 +45,10 @@ class SideEffects:
     def restore(self, mark: Any) -> None:
         """Undo everything since `mark`."""
 
+    def reject(self, mark: Any) -> None:
+        """Undo the evaluations since `mark`: they were those of a step that is not taken."""
+        self.restore(mark)
+
 
 class Job(NamedTuple):
     """What a loop is to solve, and with what."""

@@ -87,6 +87,6 @@ class FloatLoop(Loop):
         return self.f(self.t, self.state.point) if slope is None else slope
 
     def _reject(self, attempt: Attempt, mark: Any) -> None:
-        self.side_effects.restore(mark)
+        self.side_effects.reject(mark)
         if attempt.start is not None and not mark:  # else the evaluation that gave it has just been undone
             self.carry = attempt.start

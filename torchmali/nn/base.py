@@ -22,21 +22,30 @@ class SolveModule(nn.Module):
 
     last_stats: Stats | None
 
-    def __init__(self, solver: Solver, controller: StepController, gradient: GradientMethod, buffers: str):
+    def __init__(
+        self, solver: Solver, controller: StepController, gradient: GradientMethod, buffers: str, compile: bool = False
+    ):
         super().__init__()
+        self.compiles = compile
         self.solver, self.controller, self.gradient, self.buffers_policy = solver, controller, gradient, buffers
         self.last_stats = None
 
     def solve(self, func: Callable, y0: Any, t: Any, **changes: Any) -> Solution:
         """Call `solve` with the solver, controller and gradient method of this module, except for `changes`."""
-        how = {"solver": self.solver, "controller": self.controller, "gradient": self.gradient}
+        how = {
+            "solver": self.solver,
+            "controller": self.controller,
+            "gradient": self.gradient,
+            "compile": self.compiles,
+        }
         solution = solve(func, y0, t, **{**how, "buffers": self.buffers_policy, **changes})
         self.last_stats = solution.stats
         return solution
 
     def extra_repr(self) -> str:
         how = f"solver={self.solver}, controller={self.controller}, gradient={self.gradient}"
-        return how if self.buffers_policy == "update" else f"{how}, buffers={self.buffers_policy!r}"
+        how = how if self.buffers_policy == "update" else f"{how}, buffers={self.buffers_policy!r}"
+        return f"{how}, compile=True" if self.compiles else how
 
 
 def default_controller(solver: Solver, on_outputs: bool = False) -> StepController:

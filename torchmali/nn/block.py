@@ -20,8 +20,8 @@ class ODEBlock(SolveModule):
     """Layer from y(t[0]) to y(t[-1]), where dy/dt = func(t, y, *args). The defaults are the paper's.
 
     controller: by default FixedStep(0.25, land=False), so that outputs between the two cost no evaluations.
-    t: times, as numbers, or as a parameter to be learned. all_outputs: return y at all times, time first. buffers: see
-    `solve`. `last_stats` has the counts of the last call, and of its backward pass once this has run.
+    t: times, as numbers, or as a parameter to be learned. all_outputs: return y at all times, time first. buffers,
+    compile: see `solve`. `last_stats` has the counts of the last call, and of its backward pass once this has run.
 
     A call may have times of its own, `block(y0, t=t)`, those of each sample too, of shape (times, samples); without
     `all_outputs` y is then that at the last time of each. spans="own": samples begin at times of their own, and func
@@ -39,8 +39,9 @@ class ODEBlock(SolveModule):
         all_outputs: bool = False,
         buffers: str = "update",
         spans: str = "common",
+        compile: bool = False,
     ):
-        super().__init__(solver, controller or default_controller(solver), gradient, buffers)
+        super().__init__(solver, controller or default_controller(solver), gradient, buffers, compile)
         self.func, self.t, self.all_outputs, self.spans = func, checked_times(t), all_outputs, spans
 
     def forward(self, y0: Any, *args: Any, t: Times | None = None) -> Any:

@@ -21,7 +21,7 @@ from torchmali.gradients.mali import MALI
 from torchmali.nn.base import SolveModule, Times, checked_times, shown_times
 from torchmali.solution import short_repr
 from torchmali.solvers.base import Solver
-from torchmali.solvers.leapfrog import ALF
+from torchmali.solvers.leapfrog import ALF, leapfrog_for
 
 
 def rademacher(x: Tensor) -> Tensor:
@@ -111,12 +111,19 @@ class Flow(NamedTuple):
     code: Code | None = None  # the integer end state
 
 
+def _default_solver(controller: StepController) -> Solver:
+    rtol = controller.rtol if isinstance(controller, AdaptiveStep) else None
+    return leapfrog_for(rtol) if isinstance(rtol, (int, float)) else ALF(order=4)
+
+
 class CNF(SolveModule):
     """Continuous normalising flow from data x at t[0] to normal noise z at t[1], where dx/dt = func(t, x, *args).
 
     log p(x) = log N(z) + integral of tr(df/dx) dt. trace: `Hutchinson()` (unbiased for the log-density, one
     vector-Jacobian product) or `ExactTrace()`. kinetic, jacobian: also integrate the regularisers of RNODE (Finlay et
-    al., 2020), which do not influence the step size. buffers: see `solve`. `last_stats`: see `ODEBlock`.
+    al., 2020), which do not influence the step size. solver: None for `leapfrog_for(rtol)` with AdaptiveStep, and for
+    ALF(order=4) with other controllers. buffers, compile: see `solve`; for compile=True give a FixedStep.
+    `last_stats`: see `ODEBlock`.
     """
 
     def __init__(
@@ -127,12 +134,13 @@ class CNF(SolveModule):
         trace: Trace = Hutchinson(),  # noqa: B008 (these, solvers, controllers and gradient methods are immutable values)
         kinetic: bool = False,
         jacobian: bool = False,
-        solver: Solver = ALF(order=4),  # noqa: B008
+        solver: Solver | None = None,
         controller: StepController = AdaptiveStep(1e-4, 1e-5),  # noqa: B008
         gradient: GradientMethod = MALI(),  # noqa: B008
         buffers: str = "update",
+        compile: bool = False,
     ):
-        super().__init__(solver, controller, gradient, buffers)
+        super().__init__(solver or _default_solver(controller), controller, gradient, buffers, compile)
         if not isinstance(trace, Trace):
             raise InvalidOptionError(f"trace={trace!r}: give Hutchinson() or ExactTrace().")
         if len(t) != 2:

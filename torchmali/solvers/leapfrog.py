@@ -19,9 +19,10 @@ from functools import partial
 from itertools import accumulate as running_sums
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from torchmali._torch import foreach_zero_
+from torchmali._torch import foreach_add_, foreach_mul, foreach_sub, foreach_zero_
 from torchmali.errors import InvalidOptionError
 from torchmali.field.evaluate import Field, Recorded
 from torchmali.solution import short_repr
@@ -41,7 +42,11 @@ from torchmali.solvers.dense import Interpolant, leapfrog_interpolant
 from torchmali.solvers.interpolation import InnerCotangents, pull_inner
 from torchmali.state.base import State
 from torchmali.state.traced import Traced
-from torchmali.state.vectors import Tensors, Time, add_, added, combine, dot, scale_
+from torchmali.state.vectors import Leaves, Tensors, Time, add_, added, combine, dot, rows, scale_
+
+# A step is rough where f - v at its ends differ by more than this share of f (`_StageSum`). Resolved steps have at most
+# 0.3 (y' = -k y up to k h = 2.5, oscillations up to 1.5), stiff ones more than 1 (k h from 3 on).
+ROUGH = 0.5
 
 Residuals = list[Tensors]  # f - v at some reflects of a step, in order (refresh.py)
 
@@ -64,8 +69,22 @@ def _is_symmetric_list(c: Any) -> bool:
 def scheme_of(coefficients: tuple[float, ...]) -> Scheme:
     first, *others = coefficients
     nodes = running_sums(coefficients[:-1])
-    ends = (0, len(others) - 1) if len(others) % 2 == 0 else (0,)  # odd: from one step to the next
-    return Scheme(first, tuple(zip(nodes, others, strict=True)), ends)
+    return Scheme(first, tuple(zip(nodes, others, strict=True)), _observed(coefficients))
+
+
+def _observed(coefficients: tuple[float, ...]) -> tuple[int, ...]:
+    """Reflects whose f - v points the same way on a smooth solution, while the parasite w alternates between them.
+
+    The k-th f - v is m_k h z'' - (-1)^k w with m_0 = c_0, m_k = c_k - m_(k - 1). As w has changed its sign when the
+    next step begins, too, a step with an odd number of reflects needs an odd number of them.
+    """
+    n, shares = len(coefficients) - 1, [coefficients[0]]
+    for c in coefficients[1:-1]:
+        shares.append(c - shares[-1])
+    if n % 2 == 0:
+        return (0, n - 1)
+    between = [k for k in range(1, n - 1, 2) if shares[k] * shares[0] > 0]
+    return (0, between[0], n - 1) if between else (0,)
 
 
 def _from_splitting(a: Sequence[float], b: Sequence[float]) -> tuple[float, ...]:
@@ -80,16 +99,75 @@ def _from_splitting(a: Sequence[float], b: Sequence[float]) -> tuple[float, ...]
     return (*pairs, a[-1] / 2)
 
 
-# Orders 4 and 6: S6 and S10 of Blanes and Moan, J. Comput. Appl. Math. 142 (2002) 313.
-COEFFICIENTS = {
-    2: (0.5, 0.5),
-    4: _from_splitting(
-        (0.0792036964311957, 0.353172906049774, -0.0420650803577195), (0.209515106613362, -0.143851773179818)
-    ),
-    6: _from_splitting(
-        (0.0502627644003922, 0.413514300428344, 0.0450798897943977, -0.188054853819569, 0.541960678450780),
-        (0.148816447901042, -0.132385865767784, 0.067307604692185, 0.432666402578175),
-    ),
+@dataclass(frozen=True)
+class ErrorEstimate:
+    """An error estimate h sum_j d_j u_j from the stages of a leapfrog step: u_0 = v0, then f at each reflect.
+
+    weights: the d_j, one for each drift coefficient. They sum to 0, as an f that is constant makes no error. order: q
+    in error = O(h^q). d_0 = 0 is advisable: u_0 carries the parasite v - f(t, z), which says nothing about the error.
+    """
+
+    weights: tuple[float, ...]
+    order: int
+
+    def __post_init__(self):
+        sums_to_zero = abs(math.fsum(self.weights)) <= 1e-9 * math.fsum(map(abs, self.weights))
+        if not (any(self.weights) and sums_to_zero and self.order >= 1):
+            raise InvalidOptionError(
+                f"ErrorEstimate(weights={self.weights!r}, order={self.order!r}): give weights that are not all 0 and "
+                "sum to 0, and an order of at least 1."
+            )
+
+
+class Listed(NamedTuple):
+    """Drift coefficients of a list that ALF has, and its estimate from the stages at hand (None: see `Leapfrog`)."""
+
+    coefficients: tuple[float, ...]
+    estimate: ErrorEstimate | None = None
+
+
+# Order 4 in 5 evaluations. The estimate is the only combination of order 4 of its stages without u_0.
+L5_HALF = (0.13416504789087996, 0.45983076150869989, -0.09399580939957986)
+L5_WEIGHTS = (0.018521923, 0.018521923 * (1 - 2 * L5_HALF[0]) / (2 * (L5_HALF[0] + L5_HALF[1]) - 1))
+L5 = Listed(
+    (*L5_HALF, *reversed(L5_HALF)), ErrorEstimate((0.0, -L5_WEIGHTS[0], -L5_WEIGHTS[1], 0.0, *reversed(L5_WEIGHTS)), 4)
+)
+# Order 6 in 14 evaluations.
+L14_HALF = (
+    *(0.05187093855777696, 0.19511307633120931, -0.35774287289099482, 0.00072996434384825),
+    *(0.28285007066538731, -0.0359052253842185, 0.27302186366783054),
+)
+L14_WEIGHTS = tuple(
+    1e-3 * d
+    for d in (
+        *(4.90597209306, -9.28796498015, 28.30308481705, -28.15197734424),
+        *(11.76668300398, -13.50265880738, 5.96686121766),
+    )
+)
+L14 = Listed(
+    (*L14_HALF, 0.18012436941832188, *reversed(L14_HALF)), ErrorEstimate((0.0, *L14_WEIGHTS, *reversed(L14_WEIGHTS)), 5)
+)
+# The lists of each order by their evaluations per step; the first one is the default. S6 (12 evaluations) and S10 (20)
+# are those of Blanes and Moan, J. Comput. Appl. Math. 142 (2002) 313.
+LISTS: dict[int, dict[int, Listed]] = {
+    2: {1: Listed((0.5, 0.5))},
+    4: {
+        12: Listed(
+            _from_splitting(
+                (0.0792036964311957, 0.353172906049774, -0.0420650803577195), (0.209515106613362, -0.143851773179818)
+            )
+        ),
+        5: L5,
+    },
+    6: {
+        20: Listed(
+            _from_splitting(
+                (0.0502627644003922, 0.413514300428344, 0.0450798897943977, -0.188054853819569, 0.541960678450780),
+                (0.148816447901042, -0.132385865767784, 0.067307604692185, 0.432666402578175),
+            )
+        ),
+        14: L14,
+    },
 }
 
 
@@ -97,19 +175,24 @@ COEFFICIENTS = {
 class Leapfrog(AugmentedSolver, RunningSolver, InterpolatingSolver):
     """A reversible solver from a symmetric list of drift coefficients that sums to 1.
 
-    A step takes one evaluation of f between two neighbours of the list, and one more with AdaptiveStep, for the error
-    estimate, unless the list has two. (Longer lists with an odd number of evaluations have no estimate.) order: p in
-    global error = O(h^p), which the list must have. eta: damping, with (1/2, 1/2) only. It makes the method first order
-    and its inverse amplify round-off by 1/|1 - 2 eta| per step; eta = 1/2 has no inverse. refresh: if f contracts, v
-    parts from f(t, z) in an oscillation that no step size keeps small (docs/limits.md); "auto" replaces v by f(t, z)
-    when that shows, n does so every n steps, "never" is the method as published. Each refresh costs one evaluation, and
-    one state of memory if a backward pass will need it.
+    A step takes one evaluation of f between two neighbours of the list. order: p in global error = O(h^p), which the
+    list must have. eta: damping, with (1/2, 1/2) only. It makes the method first order and its inverse amplify
+    round-off by 1/|1 - 2 eta| per step; eta = 1/2 has no inverse. refresh: if f contracts, v parts from f(t, z) in an
+    oscillation that no step size keeps small (docs/limits.md); "auto" replaces v by f(t, z) when that shows, n does so
+    every n steps, "never" is the method as published. Each refresh costs one evaluation, and one state of memory if a
+    backward pass will need it.
+
+    estimate: how AdaptiveStep judges a step, from the slopes that it has evaluated. Without one a step takes one more
+    evaluation for that, unless the list has two coefficients; longer lists with an odd number of evaluations cannot
+    take adaptive steps then. With an estimate their steps are also rejected where h is too long for a stiff f, of which
+    the estimate alone may see nothing (docs/limits.md).
     """
 
     coefficients: tuple[float, ...]
     order: int = 2
     eta: float = 1.0
     refresh: str | int = "auto"
+    estimate: ErrorEstimate | None = None
 
     __repr__ = short_repr
 
@@ -119,6 +202,11 @@ class Leapfrog(AugmentedSolver, RunningSolver, InterpolatingSolver):
             raise InvalidOptionError(
                 f"{name}(coefficients={c!r}): give a tuple of two or more numbers that sum to 1 and read the same in "
                 "both directions, as in (0.5, 0.5)."
+            )
+        if self.estimate is not None and len(self.estimate.weights) != len(c):
+            raise InvalidOptionError(
+                f"{name}(estimate={self.estimate!r}): it has {len(self.estimate.weights)} weights, but a step has "
+                f"{len(c)} slopes: v at its start and f at {len(c) - 1} reflects. Give one weight for each."
             )
         self._check_damping()
         every_n = isinstance(self.refresh, int) and not isinstance(self.refresh, bool) and self.refresh > 0
@@ -158,6 +246,8 @@ class Leapfrog(AugmentedSolver, RunningSolver, InterpolatingSolver):
     def error_order(self) -> int | None:
         # ALF minus Euler; or h (w_out - w_in), where w = v - f(t, z) is of order p + 1. With an odd number of reflects
         # w changes its sign in a step, and the difference is of a low order.
+        if self.estimate is not None:
+            return self.estimate.order
         if self.n_reflects == 1:
             return 2
         return None if self.n_reflects % 2 else self.order + 2
@@ -224,17 +314,28 @@ class Leapfrog(AugmentedSolver, RunningSolver, InterpolatingSolver):
         h, eta, (first, rest, observed) = t1 - t0, self.eta, self.scheme
         v_in = state.slope if adaptive or keeps_stages else ()
         stages = [v_in] if keeps_stages else []
+        seen = _StageSum(self.estimate, v_in) if adaptive and self.estimate is not None else None
         state = state.fork().drift(first * h)
         for j, (node, c) in enumerate(rest):
             u = f(t0 + node * h, state.point)
             if keeps_stages:
                 stages.append(state.apart(u))
+            if seen is not None:
+                seen.add(j + 1, u, state.slope)
             if residuals is not None and j in observed:
                 residuals.append(added(u, state.slope, -1.0))
             state = state.reflect(u, eta).drift(c * h)
-        if not adaptive:
-            return Attempt(state, stages=stages)
-        if len(rest) == 1:
+        if seen is not None:
+            return Attempt(state, seen.error(h), stages=stages)
+        if adaptive:
+            return self._judged(f, t1, h, state, v_in, carry, stages)
+        return Attempt(state, stages=stages)
+
+    def _judged(
+        self, f: Slope, t1: Time, h: Time, state: State, v_in: Tensors, carry: Tensors | None, stages: list[Tensors]
+    ) -> Attempt:
+        """The Attempt of a step to `state`, with the estimate of a list that has none of its own."""
+        if self.n_reflects == 1:
             # ALF minus Euler with v_in: eta h (u1 - v_in). From v, as u1 may be a view of the z that has moved on.
             return Attempt(state, combine(None, (h / 2, -h / 2), (state.slope, v_in)), stages=stages)
         # h (w_out - w_in), w = v - f(t, z). w_in is zero at the start and after a refresh.
@@ -242,12 +343,22 @@ class Leapfrog(AugmentedSolver, RunningSolver, InterpolatingSolver):
         return Attempt(state, combine(None, (h, -h, -h, h), (state.slope, end, v_in, f_in)), end, stages)
 
     def run(
-        self, f: Slope, times: Sequence[Time], state: State, n_observed: int = 0, record: Record | None = None
+        self,
+        f: Slope,
+        times: Sequence[Time],
+        state: State,
+        n_observed: int = 0,
+        record: Record | None = None,
+        e: Time = 0.0,
+        is_open: bool = False,
     ) -> tuple[State, Residuals]:
-        """`RunningSolver.run`. The drift that ends a step and the one that begins the next are one drift."""
+        """`RunningSolver.run`. The drift that ends a step and the one that begins the next are one drift.
+
+        is_open: leave out the last drift, `last_drift` long; e: that of the run before, if it was left out there.
+        """
         eta, (first, rest, observed) = self.eta, self.scheme
         residuals: Residuals = []
-        state, e, n_steps, make_start = state.fork(), 0.0, len(times) - 1, partial(_itself, state)
+        state, n_steps, make_start = state.fork(), len(times) - 1, partial(_itself, state)
         for i in range(n_steps):
             t0, h = times[i], times[i + 1] - times[i]
             if record is not None:
@@ -261,7 +372,11 @@ class Leapfrog(AugmentedSolver, RunningSolver, InterpolatingSolver):
                     residuals.append(added(u, state.slope, -1.0))
                 state, e = state.reflect(u, eta), c * h
             make_start = partial(_drifted_copy, state, e)
-        return state.drift(e), residuals
+        return state if is_open else state.drift(e), residuals
+
+    def last_drift(self, times: Sequence[Time]) -> Time:
+        """The length of the drift that ends a run over these times."""
+        return self.scheme.rest[-1][1] * (times[-1] - times[-2])
 
     def inverse(self, f: Slope, t0: Time, t1: Time, state: State) -> State:
         h, (first, rest, _) = t1 - t0, self.scheme
@@ -289,6 +404,7 @@ class Leapfrog(AugmentedSolver, RunningSolver, InterpolatingSolver):
                 state = state.drift(-e)
                 # One evaluation per reflect serves twice: u gives v back, and its graph the VJP.
                 recorded = f.record(t0 + node * h, state.point)
+                state = _at_kept(state, recorded)
                 self._pull_reflect(node, recorded, a)
                 state, e = state.unreflect(recorded.u, self.eta), 0.0
                 del recorded  # or it would still be there at the next evaluation
@@ -306,6 +422,7 @@ class Leapfrog(AugmentedSolver, RunningSolver, InterpolatingSolver):
             _pull_drift(c, h, state.slope if f.wants_t else (), a)
             state = state.drift(-c * h)
             recorded = f.record(t0 + node * h, state.point)
+            state = _at_kept(state, recorded)
             self._pull_reflect(node, recorded, a, inner and inner.stages[j])
             state = state.unreflect(recorded.u, self.eta)
             del recorded
@@ -320,7 +437,7 @@ class Leapfrog(AugmentedSolver, RunningSolver, InterpolatingSolver):
         for node, c in reversed(rest):
             state = state.drift(-c * h)
             recorded = f.record(t0 + node * h, state.apart(state.point))  # a graph needs the z that it was recorded at
-            state = state.unreflect(recorded.u, self.eta)
+            state = _at_kept(state, recorded).unreflect(recorded.u, self.eta)
             passed.append(Passed(node, c, recorded, state.apart(state.slope)))
         state = state.drift(-first * h)
         self._pull_passed(f, step, passed[::-1], slope, state.point, a)
@@ -370,8 +487,64 @@ class Leapfrog(AugmentedSolver, RunningSolver, InterpolatingSolver):
             a.add_to_times(2 * eta * (1 - node) * g_t, 2 * eta * node * g_t)
 
 
+class _StageSum:
+    """sum_j d_j u_j of the stages of one step, summed up as they come, and whether the step is rough.
+
+    On a smooth solution f - v is the same at the first and the last reflect up to O(h^2). So is the parasite's share of
+    it where their number is odd: it changes its sign from one to the next. Where the two differ by more than half of f,
+    h is too long for f, and the sum may be small by accident (as it is for y' = -k y near k h = 3).
+    """
+
+    def __init__(self, estimate: ErrorEstimate, v_in: Tensors):
+        self.weights = estimate.weights
+        self.last = len(self.weights) - 1
+        self.total: Leaves = ()
+        self.first: Leaves = ()  # f - v at the first reflect,
+        self.sizes: list[Tensor] = []  # and the norm of each row of f
+        self._add(0, v_in)
+
+    def add(self, j: int, u: Tensors, v: Tensors) -> None:
+        """Add f at the j-th reflect, v: before it. u is not kept: it may be a view of a z that is moved in place."""
+        self._add(j, u)
+        if self.last % 2 == 0:
+            return
+        if j == 1:
+            self.first, self.sizes = added(u, v, -1.0), [_norms(x) for x in u]
+        elif j == self.last:
+            difference = foreach_sub(added(u, v, -1.0), self.first)
+            rough = [_if_rough(*each) for each in zip(difference, self.sizes, u, strict=True)]
+            foreach_add_(self.total, rough, alpha=1.0)
+
+    def _add(self, j: int, u: Tensors) -> None:
+        weight = self.weights[j]
+        if self.total and weight:
+            foreach_add_(self.total, u, alpha=weight)
+        elif weight:
+            self.total = foreach_mul(u, weight)
+
+    def error(self, h: Time) -> Tensors:
+        """h times the sum, and in rows that are rough h times the difference besides."""
+        return combine(None, (h,), (tuple(self.total),))
+
+
+def _norms(x: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(rows(x), dim=1)
+
+
+def _if_rough(difference: Tensor, size: Tensor, u: Tensor) -> Tensor:
+    """The difference in rows in which it is more than half of f, 0 in the others."""
+    is_rough = _norms(difference) > ROUGH * torch.maximum(size, _norms(u))
+    n = difference.ndim
+    return difference * is_rough.reshape([-1] * (n > 1) + [1] * (n - 1))
+
+
 def _itself(state: State) -> State:
     return state
+
+
+def _at_kept(state: State, recorded: Recorded) -> State:
+    """The state with the z of an evaluation whose graph was kept, without the round-off with which z was rebuilt."""
+    return state if recorded.z is None else state.with_point(recorded.z)
 
 
 def _drifted_copy(state: State, e: Time) -> State:
@@ -409,15 +582,47 @@ def _pull_drift(c: float, h: float, v: Tensors, a: Cotangent) -> None:
 class ALF(Leapfrog):
     """Asynchronous leapfrog (Algorithms 2 and 3), damped for eta < 1 (Appendix A.5), and its kin of order 4 and 6.
 
-    order: 2 takes one evaluation of f per step, 4 takes 12, 6 takes 20 (and one more with AdaptiveStep, for the error
-    estimate). eta: damping, with order 2 only. refresh: when v is replaced by f(t, z). See `Leapfrog` for both.
+    order: 2 takes one evaluation of f per step. evals: of f per step: 12 (the default) or 5 with order 4, 20 (the
+    default) or 14 with order 6. The two defaults take one more with AdaptiveStep, for the error estimate; the others
+    are meant for adaptive steps and have one from the slopes at hand (`leapfrog_for` chooses by the tolerance). eta:
+    damping, with order 2 only. refresh: when v is replaced by f(t, z). See `Leapfrog` for both.
     """
 
     coefficients: tuple[float, ...] = field(init=False, repr=False)
+    estimate: ErrorEstimate | None = field(init=False, repr=False, default=None)
+    evals: int | None = None
 
     def __post_init__(self):
-        if self.order not in list(COEFFICIENTS):
-            known = ", ".join(map(str, COEFFICIENTS))
+        if self.order not in list(LISTS):
+            known = ", ".join(map(str, LISTS))
             raise InvalidOptionError(f"ALF(order={self.order}): there are orders {known}.")
-        object.__setattr__(self, "coefficients", COEFFICIENTS[self.order])
+        lists = LISTS[self.order]
+        default = next(iter(lists))
+        evals = default if self.evals is None else self.evals
+        if evals not in list(lists):
+            known = " or ".join(map(str, lists))
+            raise InvalidOptionError(
+                f"ALF(order={self.order}, evals={self.evals}): a step of order {self.order} takes {known} evaluations."
+            )
+        object.__setattr__(self, "coefficients", lists[evals].coefficients)
+        object.__setattr__(self, "estimate", lists[evals].estimate)
+        object.__setattr__(self, "evals", None if evals == default else evals)
         super().__post_init__()
+
+
+# The tolerance below which the list of order 6 takes fewer evaluations (benchmarks/records/evaluations.json).
+TIGHT = 1e-5
+
+
+def leapfrog_for(rtol: float, inside: bool = False) -> ALF:
+    """The leapfrog that takes the fewest evaluations in adaptive steps with this relative tolerance.
+
+    `odeint(gradient="mali")` and `CNF` take it where they are given no solver. inside: outputs lie inside the steps and
+    are interpolated, so that the interpolant has to be as accurate as the steps are (docs/work-precision.md has the
+    measurements behind it).
+
+        solve(f, y0, [0.0, 1.0], solver=leapfrog_for(1e-4), controller=AdaptiveStep(1e-4, 1e-5))
+    """
+    if rtol < TIGHT and not inside:
+        return ALF(order=6, evals=14)
+    return ALF(order=4, evals=5)

@@ -35,6 +35,10 @@ class State(Abstract):
     def with_slope(self: S, v: Tensors) -> S:
         """The state with this z and another v."""
 
+    def with_point(self: S, z: Tensors) -> S:
+        """The state with this v and another z, which later moves leave alone."""
+        return self.of(z).with_slope(self.slope)
+
     @abstractmethod
     def fork(self: S) -> S:
         """A state whose moves leave this one alone."""

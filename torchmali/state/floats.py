@@ -32,6 +32,10 @@ class Floats(RewindableState):
     def with_slope(self, v: Tensors) -> Floats:
         return Floats(self.point, v)
 
+    def with_point(self, z: Tensors) -> Floats:
+        self.point, self.owns_point = z, False
+        return self
+
     def fork(self) -> Floats:
         return Floats(self.point, self.slope)
 

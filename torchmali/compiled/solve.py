@@ -1,0 +1,285 @@
+"""Solves whose loops are compiled: the moves of a direct solve (gradients/direct.py), made by machine code.
+
+Each solve evaluates f once in Python, under a recorder (recording.py). Its record says which loops are the right ones,
+and where the tensors are that they read: an attribute, a parameter or a closure that has changed is seen. Loops are
+remembered by that record, by the shapes, dtypes and strides of all tensors, and by the modes of torch that count.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.linalg import vector_norm
+
+from torchmali.compiled.capture import Subject, capture
+from torchmali.compiled.loops import Form, Loops
+from torchmali.compiled.recording import CallRecorder, NotCompiledError
+from torchmali.compiled.table import plan_of
+from torchmali.compiled.traits import obstacle
+from torchmali.copies import copied
+from torchmali.field.environment import in_forward_pass
+from torchmali.field.evaluate import Field
+from torchmali.gradients.base import Problem, Solved
+from torchmali.gradients.direct import BackwardPath, Moves, NotDirectError, plain_schedule, solve_directly
+from torchmali.gradients.replay import ReplayGradient
+from torchmali.loop.schedule import Schedule
+from torchmali.outputs.stored import StoredOutputs
+from torchmali.refresh import N_VALUES, Refresher
+from torchmali.solvers.cotangent import Cotangent
+from torchmali.solvers.leapfrog import Leapfrog
+from torchmali.state.floats import Floats
+from torchmali.state.vectors import Tensors, add_, added, eps_of, first_non_finite
+
+MANY = 64  # loops that are remembered; beyond this the oldest are forgotten
+ALTERNATES = (
+    "v has to be renewed, and that is done by the eager loop: f contracts (docs/limits.md). "
+    'With refresh="never" it is compiled, and may be less accurate'
+)
+ROUNDINGS = 1e4  # of f(t0, y0): by so many of them the loop's value may differ
+
+
+def solve_compiled(method: ReplayGradient, problem: Problem) -> Solved:
+    """Solve a problem with compiled loops; raise NotCompiledError if it has to be solved eagerly."""
+    reason = obstacle(problem)
+    if reason is not None:
+        raise NotCompiledError(reason)
+    schedule = plain_schedule(problem)
+    if schedule is None:
+        raise NotCompiledError("its steps are not planned")
+    first = _evaluate_first(problem)
+    looks = isinstance(problem.solver, Leapfrog) and problem.solver.refresh_policy == "auto"
+    moves = CompiledMoves(_loops_of(problem, first), first, looks)
+    if problem.wants_gradient and any([x.grad_fn is not None for x in moves.saved]):
+        raise NotCompiledError("f reads a tensor that was computed outside it, and is not among its parameters")
+    try:
+        return solve_directly(method, problem._replace(field=first.field.settled()), schedule, moves)
+    except NotDirectError:
+        raise NotCompiledError("") from None  # without a word: what is amiss is told by the eager solve
+
+
+class First(NamedTuple):
+    """The first evaluation of f in a solve."""
+
+    field: Field  # that knows what it showed
+    u: Tensors
+    calls: Sequence[Hashable]
+    outside: Sequence[Tensor]  # the tensors that f read
+    places: Sequence[int | None]  # where they are in field.theta; None: they get no gradient
+
+
+def _evaluate_first(problem: Problem) -> First:
+    field = problem.field
+    environment = field.environment
+    found: list[CallRecorder] = []
+
+    def recorded(t: Tensor, y: Any, *args: Any) -> Any:
+        found[:] = [CallRecorder([t, *field.structure.flatten(y)])]
+        with found[0]:
+            u = field.func(t, y, *args)
+        try:
+            found[0].returned(field.structure.flatten(u))
+        except ValueError:  # not of y's structure, as the field will say
+            pass
+        return u
+
+    def run() -> tuple[Field, Tensors]:
+        twin = field.with_function(recorded)
+        u = twin(problem.times[0], tuple([z.detach() for z in problem.z0]))
+        if environment.draws:
+            raise NotCompiledError("f draws random numbers")
+        if environment.changing or environment.lent:
+            raise NotCompiledError("f changes a buffer, or a tensor in a closure")
+        if environment.eps > environment.eps_of_state:
+            raise NotCompiledError(
+                "f computes in a precision lower than y's, and a compiled loop would round otherwise"
+            )
+        return twin.with_function(field.func), u
+
+    with torch.no_grad(), _same_draws_later(problem):
+        environment.source.begin(field.device)
+        known, u = in_forward_pass([environment], run)
+    (recorder,) = found
+    outside = list(recorder.unknown.values())
+    theta = {id(x): i for i, x in enumerate(known.theta)} if problem.wants_gradient else {}
+    places = [theta.get(id(x)) for x in outside]
+    return First(known, u, recorder.calls, outside, places)
+
+
+@contextlib.contextmanager
+def _same_draws_later(problem: Problem) -> Iterator[None]:
+    """If a solve cannot be compiled, leave generators as they were: the eager one draws what it would have drawn."""
+    given = problem.field.environment.source.given or torch.default_generator
+    if problem.field.behaviour is not None:  # f is known to draw nothing
+        yield
+        return
+    before = given.get_state()
+    try:
+        yield
+    except NotCompiledError:
+        if problem.field.environment.draws:
+            given.set_state(before)
+        raise
+
+
+# ---- Which loops
+
+
+class _Remembered:
+    """The loops that were compiled, or the reasons why they could not be."""
+
+    lock = threading.RLock()
+    found: ClassVar[dict[Hashable, Loops | str]] = {}
+    n_made: ClassVar[list[int]] = [0]
+
+
+def forget_loops() -> None:
+    """Forget all loops that were compiled."""
+    with _Remembered.lock:
+        _Remembered.found.clear()
+
+
+def n_captured() -> int:
+    """How often f was traced so far: a solve for which this stays the same compiled nothing."""
+    return _Remembered.n_made[0]
+
+
+def _loops_of(problem: Problem, first: First) -> Loops:
+    """The loops of a solve, of the tensors from outside that they need."""
+    field, known = first.field, _Remembered.found
+    differentiates = problem.wants_gradient
+    records = differentiates or field.looks_for_leaves or field.needs_graph
+    kinds = tuple([(x.shape, x.dtype, x.stride(), x.device, type(x), x.requires_grad) for x in first.outside])
+    state = tuple([(z.shape, z.dtype, z.stride()) for z in problem.z0])
+    moves = tuple([place is not None for place in first.places])
+    modes = torch.get_num_threads(), torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()
+    key = tuple(first.calls), state, field.structure, kinds, moves, differentiates, records, modes
+    with _Remembered.lock:
+        loops = known.get(key)
+        if loops is None:
+            subject = Subject(field, problem.z0, first.outside, moves, first.calls, differentiates, records)
+            loops = known[key] = _captured(subject)
+            if len(known) > MANY:
+                del known[next(iter(known))]
+    if isinstance(loops, str):
+        raise NotCompiledError(loops)
+    return loops
+
+
+def _captured(subject: Subject) -> Loops | str:
+    _Remembered.n_made[0] += 1
+    try:
+        if any([type(x) not in (Tensor, torch.nn.Parameter, torch.nn.Buffer) for x in subject.outside]):
+            raise NotCompiledError("f reads a tensor of a class of its own")
+        event = capture(subject)
+    except NotCompiledError as reason:
+        return str(reason)
+    outside, moves = (_only(x, event.used) for x in (subject.outside, subject.moves))
+    return Loops(event, Form(subject.z, outside, moves, subject.field.form.t_dtype))
+
+
+def _only(x: Sequence[Any], wanted: Sequence[bool]) -> list[Any]:
+    return [part for part, is_wanted in zip(x, wanted, strict=True) if is_wanted]
+
+
+# ---- The moves
+
+
+class CompiledMoves(Moves):
+    """The steps of a schedule, taken by compiled loops.
+
+    outside: what f reads beside its arguments, each a place in theta, or a number of `saved`.
+    """
+
+    def __init__(self, loops: Loops, first: First, looks: bool):
+        self.loops, self.looks, self.first_value = loops, looks, first.u
+        tensors, places = (_only(x, loops.event.used) for x in (first.outside, first.places))
+        self.places: Sequence[int | None] = places
+        self.saved = [x for x, place in zip(tensors, places, strict=True) if place is None]
+
+    def with_saved(self, saved: Sequence[Tensor]) -> Moves:
+        return copied(self, saved=saved, first_value=())
+
+    def _outside(self, field: Field) -> list[Tensor]:
+        others = iter(self.saved)
+        return [(next(others) if place is None else field.theta[place]).detach() for place in self.places]
+
+    def forward(self, problem: Problem, schedule: Schedule) -> tuple[StoredOutputs, Floats]:
+        loops, field, times, outputs = self.loops, problem.field, problem.times, problem.outputs
+        assert isinstance(outputs, StoredOutputs) and isinstance(problem.solver, Leapfrog)
+        plan, outside = plan_of(problem.solver, schedule, tuple(times)), self._outside(field)
+        z0 = tuple([z.detach() for z in problem.z0])
+        outputs.record(0, times[0], z0)
+        values: Sequence[Tensor] = loops.zero_state * N_VALUES if self.looks else ()
+        z, v, values, _ = loops.forward(plan.start, plan.first, z0, loops.zero_state, values, outside)
+        self._compare(v)
+        for leg in plan.forward:
+            for piece in leg.pieces:
+                z, v, values, alternates = loops.forward(piece, plan.first, z, v, values, outside)
+                if alternates is not None and alternates.item():
+                    self._judge(problem, schedule, z, v, values, leg.rest if leg is plan.forward[-1] else None)
+            add_(z, v, leg.rest)
+            assert leg.output is not None
+            outputs.record(leg.output, times[leg.output], z)
+        field.count(plan.n_reflects)
+        return outputs, Floats(z, v)
+
+    def _judge(
+        self, problem: Problem, schedule: Schedule, z: Tensors, v: Tensors, values: Sequence[Tensor], rest: float | None
+    ) -> None:
+        """Raise, as f - v alternates: unless it is the late look of a short solve, and there is nothing to tell.
+
+        rest: the drift that is left to the end of the solve.
+        """
+        n, n_steps = len(z), schedule.n_steps
+        if first_non_finite((*z, *v)) is not None:
+            raise NotDirectError
+        refresher = Refresher(problem.solver, False, range(n), n_steps)
+        if rest is None or refresher.first < n_steps:
+            raise NotCompiledError(ALTERNATES)
+        refresher.after_steps(n_steps - 1, ())
+        h = problem.times[-1] - schedule.runs[-1].times[-2]
+        residuals = [tuple(values[i * n : (i + 1) * n]) for i in range(N_VALUES)]
+        if not refresher.alternation(residuals, added(z, v, rest), h, 0.0).item() >= 0:
+            raise NotDirectError
+
+    def _compare(self, v: Tensors) -> None:
+        """Compare the loop's f(t0, z0) with that of f itself."""
+        for x, y in zip(v, self.first_value, strict=True):
+            difference, size = vector_norm(x - y), vector_norm(y)
+            if not bool(difference <= ROUNDINGS * eps_of(x.dtype) * size):
+                if bool(torch.isfinite(y).all()):
+                    raise NotCompiledError("f returns other numbers than its trace does: it has a state of its own")
+                raise NotDirectError
+
+    def backward(self, back: BackwardPath) -> tuple[Cotangent, Floats, Floats]:
+        loops, n, f = self.loops, len(back.z0), back.f
+        plan, outside = plan_of(back.solver, back.schedule, tuple(back.times)), self._outside(f)
+        state = [*back.end.point, *back.end.slope, *loops.fresh_zeros(), *loops.zero_state, *loops.zero_sums()]
+        with torch.no_grad():
+            for leg in plan.backward:
+                back.add_output(leg.output, state[2 * n : 3 * n])
+                for piece in leg.pieces:
+                    state = list(loops.backward(piece, plan.first, state, outside))
+                z, v, az, av = (state[i * n : (i + 1) * n] for i in range(4))
+                add_(av, az, leg.rest)
+                add_(z, v, -leg.rest)
+            rebuilt = Floats(tuple(state[:n]), tuple(state[n : 2 * n]))
+            back.add_output(0, state[2 * n : 3 * n])
+            state[: 2 * n] = [*back.z0, *loops.zero_state]
+            state = list(loops.backward(plan.start, plan.first, state, outside))
+        f.count(plan.n_reflects + 1, plan.n_reflects + 1)
+        z, v, az, av, sums = (*(state[i * n : (i + 1) * n] for i in range(4)), state[4 * n :])
+        return Cotangent(az, av, self._gradients(f, sums), (), ()), rebuilt, Floats(back.z0, tuple(v))
+
+    def _gradients(self, field: Field, sums: Sequence[Tensor]) -> list[Tensor | None]:
+        """dL/dtheta from the sums of a loop."""
+        theta: list[Tensor | None] = [None] * len(field.theta)
+        moving = [place for place in self.places if place is not None]
+        for place, g in zip(moving, self.loops.gradients(sums), strict=True):
+            theta[place] = g
+        return theta

@@ -50,8 +50,9 @@ REVERSIBLE = ["Reversible(RK4())", "Reversible(Dopri5(), coupling=0.9)", "Revers
 ALFS = ["ALF()"] * 6 + ["ALF(refresh='never')", "ALF(refresh=1)", "ALF(refresh=3)"]
 ALFS += ["ALF(eta=0.95)", "ALF(eta=0.7)", "ALF(eta=0.3)"]
 ALFS += ["ALF(order=4)"] * 3 + ["ALF(order=6)"] * 2 + ["ALF(order=4, refresh=2)", "ALF(order=6, refresh='never')"]
+ALFS += ["ALF(order=4, evals=5)"] * 3 + ["ALF(order=6, evals=14)", "ALF(order=4, evals=5, refresh='never')"]
 MALIS = ["MALI()"] * 5 + ["MALI(checkpoint_every=1)", "MALI(checkpoint_every=2)", "MALI(checkpoint_every=7)"]
-MALIS += ["MALI(checkpoint_every=None)", "MALI(memory='20kB')", "ACA()", "ACA()"]
+MALIS += ["MALI(checkpoint_every=None)", "MALI(memory='20kB')", "MALI(memory='1MB')", "ACA()", "ACA()"]
 EXACT = ["MALI(exact=True)"] * 3 + ["MALI(exact='int64')", "MALI(exact=True, checkpoint_every=3)"]
 LOOSE = ["Adjoint()", "Adjoint(seminorm=True)"]
 TAKES_GENERATOR = "generator" in inspect.signature(tm.solve).parameters

@@ -67,6 +67,31 @@ def test_the_decision_on_exact_mode_quotes_its_records():
         assert f"{times[workload]['time_ratio']['median']:.2f} times" in text
 
 
+def test_the_table_of_memory_budgets_is_the_record():
+    page = (ROOT / "docs" / "choosing-a-gradient.md").read_text()
+    found = json.loads((ROOT / "benchmarks" / "records" / "budget.json").read_text())["results"]
+    for name in found["W1"]["budgets"]:
+        row = [name]
+        for workload in ("W1", "W2"):
+            one = found[workload]
+            time, peak = one["time_ratios"][name]["median"], one["peak_bytes"][name] / 1e6
+            row += [str(one["n_graphs"][name]), f"{time:.2f}", f"{peak:.2f}"]
+        assert f"| {' | '.join(row)} |" in page
+    power = found["growth"]["MALI()"]["exponents"]
+    assert f"to the power {power['evaluations']:.2f} and {power['time']:.2f}" in page
+
+
+def test_the_page_of_compiled_solves_has_the_numbers_of_its_record():
+    page = (ROOT / "docs" / "compile.md").read_text()
+    found = json.loads((ROOT / "benchmarks" / "records" / "compiled.json").read_text())["results"]
+    for workload, one in found.items():
+        ratio, seconds = one["time_ratios"]["compiled"], one["compile_seconds"]["cpu"]
+        median, quartiles = f"{ratio['median']:.3f}", f"({ratio['lower']:.3f} - {ratio['upper']:.3f})"
+        eager, costs = f"{one['time_ratios']['eager']['median']:.3f}", f"{seconds['cold']:.0f} / {seconds['warm']:.0f}"
+        row = rf"^\| {workload}: .* \| {re.escape(f'{median} {quartiles}')} \| .* \| {eager} \| {costs} \|$"
+        assert re.search(row, page, re.M), workload
+
+
 def test_the_record_of_the_fuzzer_has_no_failure():
     record = json.loads((ROOT / "tests" / "fuzz" / "records" / "fuzz.json").read_text())
     assert record["cases"] >= 10_000 and record["failures"] == []

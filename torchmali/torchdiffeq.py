@@ -84,7 +84,7 @@ def odeint(
     if isinstance(chosen, MALI):
         default = ALF()
         if "step_size" not in options:
-            are_inside = event_fn is not None or len(t) > 2
+            are_inside = event_fn is not None or _n_times(t) > 2
             default = leapfrog_for(min(Structure.of(rtol).flatten(rtol)), are_inside)
     solver = _named(method, SOLVERS, Solver, "method", default)
     norm = options.get("norm")
@@ -181,6 +181,13 @@ def _without_end(t: Any, controller: StepController) -> Tensor:
             )
         distance = MANY_STEPS * controller.h
     return torch.stack([t[0], start + direction * distance])
+
+
+def _n_times(t: Any) -> int:
+    try:
+        return len(t)
+    except TypeError:  # a number, or a 0-d tensor: `solve` tells what t must be
+        return 0
 
 
 def _popped_jumps(options: dict[str, Any]) -> list[float]:

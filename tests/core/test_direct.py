@@ -223,3 +223,24 @@ def test_double_backward_is_refused(n_direct):
         with pytest.raises(tm.DoubleBackwardError):
             torch.autograd.grad(y.sum(), y0, create_graph=True)
     assert n_direct == [1]
+
+
+def test_saved_tensors_are_unpacked_once(n_direct):
+    """A hook such as save_on_cpu copies a tensor each time."""
+    f, y0 = Net(), start()
+    how: Any = {"controller": tm.FixedStep(0.1)}
+    tm.solve(f, y0, [0.0, 1.0], **how)
+    packed: list[list[Any]] = []
+
+    def pack(x: Tensor) -> list[Any]:
+        packed.append([x, 0])
+        return packed[-1]
+
+    def unpack(one: list[Any]) -> Tensor:
+        one[1] += 1
+        return one[0]
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        y = tm.solve(f, y0, [0.0, 1.0], **how).y
+    torch.autograd.grad(y.sum(), y0)
+    assert n_direct == [1] and max(n for _, n in packed) == 1

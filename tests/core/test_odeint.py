@@ -72,3 +72,10 @@ def test_one_changed_import_and_gradient_mali_gives_exact_gradients():
     y = tm.odeint(module, y0, t, rtol=1e-3, atol=1e-4, method="alf4_5", gradient="naive")
     (exact,) = torch.autograd.grad((y[-1] ** 2).sum(), y0)
     assert (g - exact).norm() < 1e-12 * exact.norm()
+
+
+@pytest.mark.parametrize("gradient", ["naive", "mali"])
+@pytest.mark.parametrize("t", [torch.tensor(1.0), 3.0], ids=["0-d tensor", "number"])
+def test_times_that_are_none_are_refused_whatever_the_default_solver(t, gradient):
+    with pytest.raises(tm.InvalidTimesError, match="one-dimensional"):
+        tm.odeint(lambda t, y: -y, torch.ones(2, dtype=torch.float64), t, gradient=gradient)

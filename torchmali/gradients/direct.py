@@ -186,8 +186,8 @@ class _Direct(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         method, field, solver, schedule, times, stats, moves, sizes = ctx.kept
         refuse_double_backward(type(method).__name__)
-        ends = list(running_sums(sizes, initial=0))
-        z0, theta, fixed, others, point, slope = [ctx.saved_tensors[i:j] for i, j in pairwise(ends)]
+        saved = ctx.saved_tensors  # once: each look unpacks all of them
+        z0, theta, fixed, others, point, slope = [saved[i:j] for i, j in pairwise(running_sums(sizes, initial=0))]
         # Detached: an f that calls y.requires_grad_() leaves its mark.
         z0, point, slope = [tuple([x.detach() for x in part]) for part in (z0, point, slope)]
         f = field.with_tensors(theta, fixed, wants_t=False)

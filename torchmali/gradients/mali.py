@@ -124,13 +124,14 @@ class MALI(ReplayGradient):
         return self.checkpoint_every is not None and not self.exact
 
     def solve(self, problem: Problem) -> Solved:
-        followed = self._followed(problem)
-        if followed is not None:
-            return followed
         is_plain = self.checkpoint_every in ("auto", None) and not self.exact
         schedule = direct_schedule(problem) if is_plain else None
-        n_steps = 0 if schedule is None else self._steps_with_graphs(problem, schedule)
-        if schedule is None or (self.memory is not None and problem.wants_gradient and not n_steps):
+        keeps_graphs = self.memory is not None and problem.wants_gradient and not self.exact
+        if schedule is None:
+            followed = self._followed(problem) if keeps_graphs else None
+            return super().solve(problem) if followed is None else followed
+        n_steps = self._steps_with_graphs(problem, schedule) if keeps_graphs else 0
+        if keeps_graphs and not n_steps:
             return super().solve(problem)
         try:
             if n_steps:
@@ -148,25 +149,23 @@ class MALI(ReplayGradient):
     def _followed(self, problem: Problem) -> Solved | None:
         """Solve by plain autograd, if all graphs of a known f fit: as many as there were in the last solve with it.
 
-        None: they do not, or steps in a schedule need no loop.
+        None: they do not.
         """
-        field, times = problem.field, problem.times
-        last = field.last_n_evals
-        if last is None or self.memory is None or self.exact or not problem.wants_gradient:
+        field, last = problem.field, problem.field.last_n_evals
+        if last is None:
             return None
         is_plain = type(problem.outputs) is StoredOutputs and problem.t is None and not problem.wants_code
         if not is_plain or not isinstance(problem.solver, Leapfrog) or problem.solver.eta != 1:
             return None
-        z0 = tuple([z.detach() for z in problem.z0])
-        most = int(_bytes(self.memory) / max(1, field.bytes_of_graph(times[0], z0)))
-        if VARIES * last > most or direct_schedule(problem) is not None:
+        most = int(self._n_graphs(problem))
+        if VARIES * last > most:
             return None
         field = field.for_graphs()
         try:
             solved = solve_forward(
                 problem._replace(field=field, outputs=problem.outputs.again()),
                 problem.z0,
-                times,
+                problem.times,
                 arithmetic=Traced,
                 recorder=Followed(field, most),
             )
@@ -177,14 +176,16 @@ class MALI(ReplayGradient):
 
     def _steps_with_graphs(self, problem: Problem, schedule: Schedule) -> int:
         """How many steps of a schedule have graphs that fit into the memory."""
-        if self.memory is None or not problem.wants_gradient:
-            return 0
         assert isinstance(problem.solver, Leapfrog)
-        n_reflects, n_steps = problem.solver.n_reflects, schedule.n_steps
-        z0 = tuple([z.detach() for z in problem.z0])
-        n_graphs = _bytes(self.memory) / max(1, problem.field.bytes_of_graph(problem.times[0], z0))
+        n_reflects, n_steps, n_graphs = problem.solver.n_reflects, schedule.n_steps, self._n_graphs(problem)
         # The evaluation of v0 has a graph if all have one.
         return n_steps if n_graphs >= n_steps * n_reflects + 1 else min(n_steps - 1, int(n_graphs / n_reflects))
+
+    def _n_graphs(self, problem: Problem) -> float:
+        """How many graphs of an evaluation fit into the memory."""
+        assert self.memory is not None
+        z0 = tuple([z.detach() for z in problem.z0])
+        return _bytes(self.memory) / max(1, problem.field.bytes_of_graph(problem.times[0], z0))
 
     def tape(self, problem: Problem) -> Tape:
         longest = _longest(problem)

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from torchmali.audit import METHODS, audit
+from torchmali.auditing import METHODS, audit
 from torchmali.errors import InvalidOptionError, SolverError
 
 NEEDED = (

@@ -19,9 +19,9 @@ from torchmali.gradients.base import GradientMethod
 from torchmali.gradients.mali import MALI
 from torchmali.gradients.naive import Naive
 from torchmali.jumps import jump_times
-from torchmali.solve import solve
 from torchmali.solvers.base import Solver
 from torchmali.solvers.leapfrog import ALF, leapfrog_for
+from torchmali.solving import solve
 from torchmali.tree import Structure
 
 # fmt: off

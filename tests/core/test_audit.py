@@ -18,10 +18,10 @@ from torch.utils._pytree import tree_leaves
 
 import torchmali as tm
 from torchmali.__main__ import main
-from torchmali.audit import HEADS, METHODS, Audit, Method, Row, audit
-from torchmali.audit.modules import own_method, own_solver, problem_of
-from torchmali.audit.show import cells
-from torchmali.audit.timing import MARGIN, Band, compare
+from torchmali.auditing import HEADS, METHODS, Audit, Method, Row, audit
+from torchmali.auditing.modules import own_method, own_solver, problem_of
+from torchmali.auditing.show import cells
+from torchmali.auditing.timing import MARGIN, Band, compare
 from torchmali.measure import peak_bytes
 from torchmali.nn import (
     CNF,
@@ -435,7 +435,7 @@ class Clock:
         info = SimpleNamespace(resolution=1e-9)
         fake = SimpleNamespace(perf_counter=self.read, thread_time=self.read, get_clock_info=lambda name: info)
         for name in ("budget", "measure"):
-            monkeypatch.setattr(sys.modules[f"torchmali.audit.{name}"], "time", fake)
+            monkeypatch.setattr(sys.modules[f"torchmali.auditing.{name}"], "time", fake)
 
     def read(self) -> float:
         return self.now

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils._pytree import tree_map
 
 import torchmali as tm
-from torchmali.audit import audit
+from torchmali.auditing import audit
 from torchmali.measure import peak_bytes
 from torchmali.nn import CNF, ODERNN, NeuralCDE, ODEBlock, ODERNNCell
 from torchmali.nn.cnf import ExactTrace, Hutchinson

@@ -1,5 +1,6 @@
 """What a package that depends on torchmali sees, and the settings of the repository."""
 
+import ast
 import json
 import re
 import subprocess
@@ -82,7 +83,7 @@ def test_code_that_misuses_a_public_name_has_a_type_error(tmp_path: Path):
 
 def test_the_package_says_that_it_has_types():
     assert (ROOT / "torchmali" / "py.typed").exists()
-    assert 'torchmali = ["py.typed"]' in (ROOT / "pyproject.toml").read_text()
+    assert 'torchmali = ["py.typed", "*.pyi"]' in (ROOT / "pyproject.toml").read_text()
 
 
 def test_the_hooks_have_the_versions_of_the_constraints():
@@ -117,3 +118,50 @@ def test_stats_show_what_was_counted():
     assert repr(tm.Stats(n_steps=3, h_min=0.5)) == "Stats(n_steps=3, h_min=0.5)"
     stats = tm.solve(decay, torch.ones(2), [0.0, 1.0], controller=tm.FixedStep(0.5)).stats
     assert repr(stats) == "Stats(n_steps=2, n_evals_forward=3, h_min=0.5, h_max=0.5)"
+
+
+def names_in_stub() -> dict[str, set[str]]:
+    """What __init__.pyi imports: the names of each module."""
+    tree = ast.parse((ROOT / "torchmali" / "__init__.pyi").read_text())
+    imports = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
+    assert all(alias.asname == alias.name for node in imports for alias in node.names)  # others are not exported
+    found: dict[str, set[str]] = {}
+    for node in imports:
+        found.setdefault(str(node.module), set()).update(alias.name for alias in node.names)
+    return found
+
+
+def test_the_stub_names_what_the_package_loads():
+    found = names_in_stub()
+    assert found.pop("torchmali") == set(vars(tm)["MODULES"])
+    assert found == {f"torchmali.{module}": set(names) for module, names in vars(tm)["PUBLIC"].items()}
+    assert tm.__all__ == sorted(set().union(*found.values())) and set(tm.__all__) <= set(dir(tm))
+
+
+def test_no_public_name_is_also_that_of_a_module():
+    """To load a module sets an attribute of the package: the name would stand for the module then."""
+    modules = {path.stem for path in (ROOT / "torchmali").iterdir()}
+    assert not modules & set(tm.__all__) and set(vars(tm)["MODULES"]) <= modules
+
+
+FRESH = """
+import sys, torch
+import torchmali as tm
+loaded = sorted(name for name in sys.modules if name.startswith("torchmali."))
+assert loaded == [], loaded
+ode = torch.compile(lambda y: tm.solve(lambda t, y: -y, y, (0.0, 1.0)).y[-1] + 1, backend="eager")
+assert abs(ode(torch.ones(2)) - 1 - torch.exp(torch.tensor(-1.0))).max() < 1e-3
+import torchmali.engine
+from torchmali import *
+assert solve is tm.solve and audit is tm.audit
+assert "torchmali.auditing" in sys.modules
+try:
+    tm.nothing
+except AttributeError as error:
+    assert str(error) == "module 'torchmali' has no attribute 'nothing'"
+"""
+
+
+def test_names_are_loaded_when_they_are_used():
+    run = subprocess.run([sys.executable, "-c", FRESH], capture_output=True, text=True, cwd=ROOT)
+    assert run.returncode == 0, run.stderr

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import torchmali
-import torchmali.audit
+import torchmali.auditing
 import torchmali.engine
 import torchmali.measure
 import torchmali.nn
@@ -24,7 +24,7 @@ LAYERS = (  # a package or module may import those named before it, and its own 
 PUBLIC = {
     "torchmali": torchmali,
     "torchmali.nn": torchmali.nn,
-    "torchmali.audit": torchmali.audit,
+    "torchmali.auditing": torchmali.auditing,
     "torchmali.engine": torchmali.engine,
     "torchmali.measure": torchmali.measure,
 }

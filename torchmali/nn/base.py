@@ -11,8 +11,8 @@ from torchmali.controllers import FixedStep, StepController
 from torchmali.errors import InvalidTimesError
 from torchmali.gradients.base import GradientMethod
 from torchmali.solution import Solution, Stats
-from torchmali.solve import solve
 from torchmali.solvers.base import Solver
+from torchmali.solving import solve
 
 Times = Sequence[float] | Tensor
 

@@ -9,12 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torchmali.errors as errors
 from torchmali._torch import tree_leaves
-from torchmali.audit.advise import Audit
-from torchmali.audit.budget import Budget, OutOfTime, Progress
-from torchmali.audit.problem import Problem
-from torchmali.audit.reference import Gradients, distance
-from torchmali.audit.rows import Method, Row
-from torchmali.audit.timing import median
+from torchmali.auditing.advise import Audit
+from torchmali.auditing.budget import Budget, OutOfTime, Progress
+from torchmali.auditing.problem import Problem
+from torchmali.auditing.reference import Gradients, distance
+from torchmali.auditing.rows import Method, Row
+from torchmali.auditing.timing import median
 from torchmali.controllers import StepController
 from torchmali.errors import SolverWarning
 from torchmali.measure import LiveBytes

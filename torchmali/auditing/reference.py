@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from torchmali._torch import tree_leaves
-from torchmali.audit.budget import OutOfTime, Progress
-from torchmali.audit.problem import DIFFICULTIES, Problem
-from torchmali.audit.show import brief, short
+from torchmali.auditing.budget import OutOfTime, Progress
+from torchmali.auditing.problem import DIFFICULTIES, Problem
+from torchmali.auditing.show import brief, short
 from torchmali.controllers import AdaptiveStep
 from torchmali.errors import SolverWarning
 from torchmali.gradients.aca import ACA

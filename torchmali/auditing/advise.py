@@ -11,8 +11,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from torchmali.audit.rows import Row
-from torchmali.audit.show import as_html, as_text, brief, listed, shown_error, size
+from torchmali.auditing.rows import Row
+from torchmali.auditing.show import as_html, as_text, brief, listed, shown_error, size
 from torchmali.controllers import FixedStep
 from torchmali.gradients.aca import ACA
 from torchmali.gradients.adjoint import Adjoint

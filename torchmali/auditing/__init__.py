@@ -12,14 +12,14 @@ from torch import Tensor
 
 import torchmali.errors as errors
 from torchmali._torch import tree_leaves
-from torchmali.audit.advise import YOURS, Audit
-from torchmali.audit.budget import Budget, OutOfTime, Progress
-from torchmali.audit.measure import Bench
-from torchmali.audit.modules import own_method, own_solver, problem_of
-from torchmali.audit.problem import left_as_it_was
-from torchmali.audit.reference import Reference, make_reference
-from torchmali.audit.rows import METHODS, Method, Row
-from torchmali.audit.show import HEADS
+from torchmali.auditing.advise import YOURS, Audit
+from torchmali.auditing.budget import Budget, OutOfTime, Progress
+from torchmali.auditing.measure import Bench
+from torchmali.auditing.modules import own_method, own_solver, problem_of
+from torchmali.auditing.problem import left_as_it_was
+from torchmali.auditing.reference import Reference, make_reference
+from torchmali.auditing.rows import METHODS, Method, Row
+from torchmali.auditing.show import HEADS
 from torchmali.controllers import AdaptiveStep, StepController
 from torchmali.errors import InvalidOptionError, SolverWarning
 from torchmali.gradients.base import GradientMethod

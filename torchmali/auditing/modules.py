@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from torchmali._torch import tree_leaves, tree_map
-from torchmali.audit.problem import Problem
-from torchmali.audit.rows import Method
+from torchmali.auditing.problem import Problem
+from torchmali.auditing.rows import Method
 from torchmali.controllers import AdaptiveStep, StepController
 from torchmali.errors import InvalidOptionError, InvalidStateError, InvalidTimesError
 from torchmali.nn.base import SolveModule

@@ -8,7 +8,7 @@ import re
 import textwrap
 from collections.abc import Sequence
 
-from torchmali.audit.rows import Row
+from torchmali.auditing.rows import Row
 from torchmali.solvers.base import ReversibleSolver
 
 HEADS = ["method", "solver + gradient", "error", "peak", "f fwd", "f bwd", "time", "rebuilt", "renewed"]

@@ -13,8 +13,8 @@ from torch import Tensor
 
 import torchmali.errors as errors
 from torchmali._torch import buffers_of, put_buffers, tree_leaves, tree_map
-from torchmali.audit.budget import until
-from torchmali.audit.double import InDouble
+from torchmali.auditing.budget import until
+from torchmali.auditing.double import InDouble
 from torchmali.controllers import StepController
 from torchmali.errors import InvalidOptionError
 from torchmali.field.evaluate import Field
@@ -22,9 +22,9 @@ from torchmali.field.parameters import find_parameters_and_modules
 from torchmali.gradients.adjoint import Adjoint
 from torchmali.gradients.base import GradientMethod
 from torchmali.solution import Solution, Stats
-from torchmali.solve import solve
 from torchmali.solvers.base import Solver
 from torchmali.solvers.runge_kutta import Dopri5, Dopri8
+from torchmali.solving import solve
 from torchmali.state.vectors import Tensors
 from torchmali.tree import Structure
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from torchmali.audit.timing import Band, compare
+from torchmali.auditing.timing import Band, compare
 from torchmali.controllers import StepController
 from torchmali.gradients.aca import ACA
 from torchmali.gradients.adjoint import Adjoint

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 # Without a public way. torch's notes on extending it name this very module for modes. As for trees, users register
 # their own types there, which a flattening of ours would not know.
@@ -104,6 +105,18 @@ n_changes: Callable[[Tensor], int | None] = attrgetter("_version") if _has(Tenso
 hooks_of: Callable[[Tensor], dict | None] = (
     attrgetter("_backward_hooks") if _has(Tensor, "_backward_hooks") else _unknown
 )
+
+
+def _is_in_dual_level() -> bool:
+    return forward_ad._current_level >= 0
+
+
+def _perhaps() -> bool:
+    return True
+
+
+# Whether forward-mode differentiation may follow a tensor. Public: each tensor is asked.
+may_have_tangents: Callable[[], bool] = _is_in_dual_level if _has(forward_ad, "_current_level") else _perhaps
 
 
 def lacks_graph(error: RuntimeError) -> bool:

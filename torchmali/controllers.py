@@ -177,7 +177,7 @@ class FixedStep(StepController):
             raise InvalidOptionError(f"FixedStep(h={self.h!r}): the step must be a positive number (t gives the sign).")
 
     def n_steps(self, times: list[float]) -> int:
-        if not self.land:
+        if not self.land or len(times) == 2:
             return _n_steps(abs(times[-1] - times[0]), self.h)
         return sum(_n_steps(abs(b - a), self.h) for a, b in pairwise(times))
 

@@ -102,6 +102,22 @@ class Refresher:
         widest = max((x.dtype for x in found), key=lambda dtype: dtype.itemsize)
         return found[0] if len(found) == 1 else torch.stack([x.to(z[0].device, widest) for x in found]).amin()
 
+    def alternates(self, residuals: Residuals, z: Tensors, h: float, eps: float) -> bool:
+        """Whether f - v alternates in some row, or is too large to tell. Reads the host."""
+        values = [*self.values, *residuals][-N_VALUES:]
+        if len(values) == N_VALUES and not self.of_one_step and self._is_steady(*values[1:]):
+            self.n_looks += 1
+            return False
+        return not self.alternation(residuals, z, h, eps).item() >= 0
+
+    def _is_steady(self, x1: Tensors, x2: Tensors) -> bool:
+        """Whether the last two values of f - v point the same way in all rows: then `alternation` is not negative."""
+        found = [torch.linalg.vecdot(rows(x1[i]) * MAGNIFIED, rows(x2[i])).amin() for i in self.leaves if x1[i].numel()]
+        if not found:
+            return False
+        least = found[0] if len(found) == 1 else torch.stack([x.to(found[0]) for x in found]).amin()
+        return 0 <= least.item() < math.inf
+
     def after_steps(self, n: int, residuals: Sequence[Tensors]) -> None:
         """Take note of accepted steps, and of the residuals of the last of them."""
         self.n_steps += n

@@ -48,6 +48,7 @@ from torchmali.tree import Structure
 
 P = ParamSpec("P")
 R = TypeVar("R")
+LARGEST_RATIO = 100 * eps_of(torch.float32)  # of a time to the span above which f may not tell times apart
 
 
 def outside_graphs(run: Callable[P, R]) -> Callable[P, R]:
@@ -175,24 +176,22 @@ def solve(
         others = {"event": event is not None, "outputs": outputs is not None, "jumps": not no_jumps, "dense": dense}
         own = own_spans(spans, t, z0, time_dtype(z0), {**others, "return_code": return_code})
     t_out, times, t_moving, samples = _times_of(t, z0, own, observe)
-    _check_sample_times(samples, solver, controller, gradient, (outputs, dense or None, event))
+    if samples is not None:
+        _check_sample_times(solver, controller, gradient, (outputs, dense or None, event))
     _warn_of_times(times if own is None else own.tightest, z0)
     found = None if no_jumps else checked_jumps(jumps, times, time_dtype(z0))
     _check_args(args)
     if own is not None:
         func, args = own.slope(func, structure), (own.line, *args)
     looks_for_leaves = torch.is_grad_enabled() and not isinstance(gradient, Naive)
-    make_field = functools.partial(
-        Field, func, z0, structure, args, params, buffers, source, looks_for_leaves, gradient.compares_first_value
+    how = func, z0, structure, args, params, buffers, source, looks_for_leaves, gradient.compares_first_value
+    field = Field(*how, remembers=True, jumps=found)
+    observer = (
+        None if observe is None else _observer_of(observe, samples, own, (z0, structure, source, looks_for_leaves))
     )
-    field = make_field(remembers=True, jumps=found)
-    observer = _observer_of(observe, samples, own, (z0, structure, source, looks_for_leaves))
     _check_processes(field, observer, solver, controller, gradient, event)
-    for function in (field, observer):
-        if looks_for_leaves and function is not None and any(map(is_lazy, function.theta)):
-            raise InvalidFieldError(
-                "f has parameters without a shape yet, of a lazy module: call f once, with y0, before the first solve."
-            )
+    if looks_for_leaves:
+        _check_lazy(field, observer)
     wants_t = t_moving.requires_grad or has_tangent(t_moving)
     if dense and isinstance(solver, InterpolatingSolver):
         interpolants = solver.interpolant_of(closes=False), solver.interpolant_of(closes=True)
@@ -200,8 +199,10 @@ def solve(
     functions = None if event is None else EventFunctions(events_of(event), field.scalar, structure, args)
     outputs = _outputs_of(outputs, observer, samples, functions, len(times))
     problem = Problem(field, z0, times, t_moving if wants_t else None, solver, controller, outputs, return_code)
-    _check_gradient_of_dense(dense, problem, gradient)
-    (results, stats, done), outputs = _solved(problem, gradient, functools.partial(make_field, jumps=found), compile)
+    if dense:
+        _check_gradient_of_dense(problem, gradient)
+    make_field = functools.partial(Field, *how, jumps=found)
+    (results, stats, done), outputs = _solved(problem, gradient, make_field, compile)
     y, observed = outputs.solution(results)
     y = y if own is None or observe is not None else own.masked(y)
     code = Code.of(done.state, done.tape, solver, structure, args, found) if return_code else None
@@ -311,9 +312,9 @@ def _check_dense(dense: bool, solver: Solver, outputs: Any, observe: Any) -> Non
         )
 
 
-def _check_gradient_of_dense(dense: bool, problem: Problem, gradient: GradientMethod) -> None:
+def _check_gradient_of_dense(problem: Problem, gradient: GradientMethod) -> None:
     reason = gradient.obstacle_to_dense
-    if dense and reason is not None and problem.wants_gradient:
+    if reason is not None and problem.wants_gradient:
         raise IncompatibleError(
             f"dense=True keeps the stages of every step, which {gradient} does not differentiate: {reason}. In place "
             "of solution(t), give the times in t=, or a function of (t, y) as observe=. Or use gradient=ACA(), in "
@@ -342,11 +343,9 @@ def _times_of(t: Any, z0: Tensors, own: OwnSpans | None, observe: Any) -> Times:
     return Times(given, numbers, given, None)
 
 
-def _observer_of(
-    observe: Callable | None, samples: SampleTimes | None, own: OwnSpans | None, how: tuple
-) -> Observer | None:
-    if observe is None or samples is None:
-        return None if observe is None else Observer(observe, *how)
+def _observer_of(observe: Callable, samples: SampleTimes | None, own: OwnSpans | None, how: tuple) -> Observer:
+    if samples is None:
+        return Observer(observe, *how)
     in_time = observe if own is None else own.observer(observe)
     return Observer(in_time, *how, wanted=wanted_arguments(observe), n_samples=samples.shape[1])
 
@@ -366,12 +365,8 @@ def _outputs_of(
     return found if events is None else EventOutputs(found, Detector(events), events.structure.spec.num_leaves)
 
 
-def _check_sample_times(
-    samples: SampleTimes | None, solver: Solver, controller: StepController, gradient: GradientMethod, others: tuple
-) -> None:
+def _check_sample_times(solver: Solver, controller: StepController, gradient: GradientMethod, others: tuple) -> None:
     """Raise if outputs at times of each sample's own are not possible."""
-    if samples is None:
-        return
     if any(x is not None for x in others):
         raise IncompatibleError(
             "t of shape (times, samples) returns y at the times of each sample, nan where t is, or the sum of "
@@ -407,6 +402,15 @@ def _check_outputs(outputs: Any, observe: Any) -> None:
         )
 
 
+def _check_lazy(field: Field, observer: Observer | None) -> None:
+    """Raise if a function cannot be differentiated before it has been called. One that is known has been."""
+    theta = [*(field.theta if field.behaviour is None else ()), *(() if observer is None else observer.theta)]
+    if any(map(is_lazy, theta)):
+        raise InvalidFieldError(
+            "f has parameters without a shape yet, of a lazy module: call f once, with y0, before the first solve."
+        )
+
+
 def _check_processes(
     field: Field,
     observer: Observer | None,
@@ -416,6 +420,8 @@ def _check_processes(
     event: Any,
 ) -> None:
     """Raise if processes that wait for each other could make different numbers of evaluations."""
+    if observer is None and not field.environment.modules:
+        return
     waits = field.environment.synchronises or (observer is not None and observer.environment.synchronises)
     parts = gradient.data_dependent_parts(solver, controller) if waits else []
     parts += ["event=..."] if waits and event is not None else []
@@ -427,6 +433,8 @@ def _check_processes(
 
 
 def _source(generator: Any, randomness: Any, gradient: GradientMethod) -> Source:
+    if generator is None and randomness == "same":
+        return Source()
     if generator is not None and not isinstance(generator, Generator):
         raise InvalidOptionError(
             f"generator={generator!r}: give a torch.Generator, as in generator=torch.Generator().manual_seed(0)."
@@ -501,7 +509,10 @@ def _warn_of_tolerance(controller: StepController, z0: Tensors) -> None:
 
 
 def _warn_of_times(times: list[float], z0: Tensors) -> None:
-    eps, largest = eps_of(time_dtype(z0)), max(abs(times[0]), abs(times[-1]))
+    largest = max(abs(times[0]), abs(times[-1]))
+    if abs(times[-1] - times[0]) >= largest * LARGEST_RATIO:
+        return
+    eps = eps_of(time_dtype(z0))
     if abs(times[-1] - times[0]) < 100 * eps * largest:
         warn(
             f"t goes from {times[0]:.10g} to {times[-1]:.10g}, but f sees it in the precision of y, which tells times "
@@ -510,11 +521,13 @@ def _warn_of_times(times: list[float], z0: Tensors) -> None:
 
 
 def _checked_times(t: Any) -> tuple[Tensor, list[float]]:
-    if isinstance(t, (list, tuple)) and any(isinstance(x, Tensor) for x in t):
-        t = torch.stack([x if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.float64) for x in t])
-    if isinstance(t, (list, tuple)) and all(type(x) in (float, int) for x in t):
-        return torch.tensor(t, dtype=torch.float64), _ordered([float(x) for x in t])
-    t = t if isinstance(t, Tensor) else torch.as_tensor(t, dtype=torch.float64)
+    if isinstance(t, (list, tuple)):
+        if any([isinstance(x, Tensor) for x in t]):
+            t = torch.stack([x if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.float64) for x in t])
+        elif all([type(x) in (float, int) for x in t]):
+            return torch.tensor(t, dtype=torch.float64), _ordered([float(x) for x in t])
+    if not isinstance(t, Tensor):
+        t = torch.as_tensor(t, dtype=torch.float64)
     if t.ndim != 1:
         raise InvalidTimesError(f"t must be one-dimensional, a sequence of times; got shape {tuple(t.shape)}.")
     is_readable = t.device.type == "cpu" and t.dtype in (torch.float32, torch.float64)

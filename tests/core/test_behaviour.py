@@ -175,3 +175,35 @@ def test_a_wrong_answer_to_that_is_an_error_and_is_forgotten(net, y0):
         gradient(net, y0, exact)
     assert not remembered(net)
     gradient(net, y0, exact)
+
+
+class OwnLeaf(nn.Module):
+    """Takes a derivative by y, of which it makes a leaf: always, or where y requires no gradient itself."""
+
+    def __init__(self, always: bool):
+        super().__init__()
+        self.layer, self.always = nn.Linear(3, 3), always
+
+    def forward(self, t: Tensor, y: Tensor) -> Tensor:
+        keep = torch.is_grad_enabled()
+        with torch.enable_grad():
+            part = y[:, :2] if y.requires_grad and not self.always else y[:, :2].detach().requires_grad_()
+            u = torch.tanh(self.layer(torch.cat([part, y[:, 2:]], 1)))
+            (slope,) = torch.autograd.grad(u.sum(), part, create_graph=keep)
+        return u + nn.functional.pad(slope, (0, 1))
+
+
+def test_a_leaf_that_f_makes_of_a_y_without_gradient_is_no_forgotten_one(y0):
+    torch.manual_seed(0)
+    net = OwnLeaf(always=False).double()
+    found = [gradient(net, y0, tm.MALI()) for _ in range(2)]
+    assert remembered(net), "f needs no care in later solves"
+    wanted = gradient(net, y0, tm.Naive())
+    for result in found:
+        assert all(torch.allclose(x, y, 1e-12, 1e-12) for x, y in zip(result, wanted, strict=True))
+
+
+def test_a_leaf_that_f_puts_in_the_place_of_y_is_told_of(y0):
+    torch.manual_seed(0)
+    with pytest.warns(tm.SolverWarning, match="would get none"):
+        gradient(OwnLeaf(always=True).double(), y0, tm.MALI())

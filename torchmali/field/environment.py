@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,7 +29,9 @@ from torchmali.copies import copied
 from torchmali.errors import InvalidFieldError, InvalidOptionError, NonRepeatableFieldError
 from torchmali.field.randomness import Draws, First, Redirected, Refused, Source
 
+P = ParamSpec("P")
 R = TypeVar("R")
+NOTHING: contextlib.AbstractContextManager = contextlib.nullcontext()
 LARGE = 2**20  # bytes: a buffer beyond this is a table, not a statistic; f may read it, but not change it
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # to compare, by size
 SMALL = 2**16  # bytes: a tensor outside of modules up to this may be a statistic
@@ -175,7 +177,7 @@ class Environment:
     @property
     def synchronises(self) -> bool:
         """Whether an evaluation waits for the same evaluation in other processes."""
-        if not (dist.is_available() and dist.is_initialized()):
+        if not (self.modules and dist.is_available() and dist.is_initialized()):
             return False
         norms = [m for m in self.modules if isinstance(m, nn.SyncBatchNorm) and m.training]
         return any(dist.get_world_size(norm.process_group) > 1 for norm in norms)
@@ -240,7 +242,7 @@ class Environment:
     def assume(self, eps: float, operations: Sequence[Any]) -> None:
         """Do without a look at the first evaluation: it is known to need no care. eps, operations: what it showed."""
         self.eps, self.operations, self.at_first = eps, operations, ()
-        self.modes = [m.training for m in self.modules]
+        self.modes = [m.training for m in self.modules] if self.modules else ()
 
     def try_again(self, mark: Mark) -> None:
         """Before a second try of an evaluation. mark: from before the first one."""
@@ -319,6 +321,8 @@ class Environment:
 
     def end_forward(self) -> None:
         """Look back at a forward pass that has come to its end."""
+        if not (self.others or self.is_cast):
+            return
         changed = [x.holder for x, then, version in self.others if _has_changed(x.tensor, then, version)]
         if changed:  # then its neighbours may be changed without being counted, as the statistics of a BatchNorm are
             holders = set(changed)
@@ -339,15 +343,18 @@ class Environment:
     def _uncast(self) -> contextlib.AbstractContextManager:
         """What is not f runs in its own precision; f's casts of its weights are cached for as long as this lasts."""
         if not self._is_cast_now:
-            return contextlib.nullcontext()
+            return NOTHING
         return torch.autocast(self.device.type, enabled=False, cache_enabled=self.caches)
 
 
-def in_forward_pass(environments: Sequence[Environment], run: Callable[[], R]) -> R:
-    """run(), in which functions with these environments are evaluated. If it fails, buffers are as they were before."""
+def in_forward_pass(environments: Sequence[Environment], run: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    """run(...), in which functions with these environments are evaluated.
+
+    If it fails, buffers are as they were before.
+    """
     try:
         with environments[0]._uncast():
-            result = run()
+            result = run(*args, **kwargs)
     except BaseException:
         for environment in environments:
             environment.restore(None)

@@ -17,7 +17,7 @@ from torchmali.errors import InvalidFieldError, InvalidOptionError, NonRepeatabl
 from torchmali.field.arguments import NO_ARGUMENTS, Arguments, normal
 from torchmali.field.behaviour import Behaviour, forget, recall, remember
 from torchmali.field.environment import Environment, version_of
-from torchmali.field.graph import forgotten_leaves, leaf_of, nodes_behind, saved_bytes
+from torchmali.field.graph import forgotten_leaves, leaf_of, nodes_behind, saved_bytes, shares_storage
 from torchmali.field.hooks import silence_hooks
 from torchmali.field.parameters import search_of
 from torchmali.field.randomness import Operations, Source
@@ -73,7 +73,7 @@ class Field:
         rest = tuple([x for x in self.arguments.leaves if not isinstance(x, Tensor)]) if args else ()
         search = search_of((func, rest) if rest else func)
         modules = list(search.modules.values())
-        loose = [*search.loose.values(), *self.arguments.fixed]
+        loose = [*search.loose.values(), *self.arguments.fixed] if search.loose or args else ()
         theta = self._set_theta(search.found.values() if params is None else _listed(params), modules)
         self.jumps = jumps
         self.environment = Environment(modules, form.device, buffers, source, loose, form.eps)
@@ -89,7 +89,10 @@ class Field:
 
     def _set_theta(self, found: Iterable[Tensor], modules: Sequence[nn.Module]) -> Sequence[Tensor]:
         """Set what f depends on, and where modules hold it; return the parameters."""
-        theta, self.behind = _independent(found) if found else ((), frozenset())
+        if not found:
+            self.theta, self.behind, self.originals, self.held = self.arguments.moving, frozenset(), (), ()
+            return ()
+        theta, self.behind = _independent(found)
         self.theta = [*self.arguments.moving, *theta]
         self.originals = [weakref.ref(p) for p in theta]  # saved ones may come back as other objects
         places = {id(p): i for i, p in enumerate(theta)}
@@ -119,9 +122,10 @@ class Field:
 
         graphs: those that the forward pass kept.
         """
-        n = len(self.arguments.slots)
+        n, arguments = len(self.arguments.slots), self.arguments
         moving = [x.detach().requires_grad_() for x in theta[:n]]
-        arguments, environment = self.arguments.with_tensors(moving, fixed), self.environment.for_backward()
+        if arguments is not NO_ARGUMENTS:
+            arguments = arguments.with_tensors(moving, fixed)
         return copied(
             self,
             arguments=arguments,
@@ -129,7 +133,7 @@ class Field:
             theta=[*moving, *theta[n:]],
             wants_t=wants_t,
             graphs=graphs,
-            environment=environment,
+            environment=self.environment.for_backward(),
             n_evals=0,
             n_vjps=0,
             jumps=None if self.jumps is None else copied(self.jumps),  # its limits are those of one pass
@@ -158,17 +162,26 @@ class Field:
         if self.needs_care:
             return self._evaluate_with_care(t, z)
         self.n_evals += 1
-        if self.is_leaf:
-            (y,) = z
-            version = None if y.is_inference() else n_changes(y)
-            u = (self.func(self.time(t), y, *self.args),)
-            if version is not None and n_changes(y) != version:
-                raise_for_change(self.called)
-        else:
-            versions = [version_of(x) for x in z]
-            u = self._leaves(self.func(self.time(t), self.structure.rebuild(z), *self.args))
-            if versions != [version_of(x) for x in z]:
-                raise_for_change(self.called)
+        # As `time` does, without its calls.
+        now = self.zero.new_full((), t) if type(t) is float and self.jumps is None else self.time(t)
+        if not self.is_leaf:
+            return self._on_leaves(now, z)
+        (y,) = z
+        version = None if y.is_inference() else n_changes(y)
+        u = self.func(now, y, *self.args)
+        if version is not None and n_changes(y) != version:
+            raise_for_change(self.called)
+        shape, dtype = self.signature[0]
+        if isinstance(u, Tensor) and u.shape == shape and u.dtype == dtype:
+            return (u,)
+        return (self._as_slope(0, u),)
+
+    def _on_leaves(self, now: Tensor, z: Tensors) -> Tensors:
+        """f of a nested y."""
+        versions = [version_of(x) for x in z]
+        u = self._leaves(self.func(now, self.structure.rebuild(z), *self.args))
+        if versions != [version_of(x) for x in z]:
+            raise_for_change(self.called)
         for i, leaf in enumerate(u):
             if not isinstance(leaf, Tensor) or (leaf.shape, leaf.dtype) != self.signature[i]:
                 u = (*u[:i], self._as_slope(i, leaf), *u[i + 1 :])
@@ -198,7 +211,7 @@ class Field:
             u = self._tried(evaluate, now, z)
         self.first_time = None
         if self.looks_for_leaves:  # f may have made t and y require gradients itself
-            self._tell_of_leaves(u, [*self.theta, now, *z])
+            self._tell_of_leaves(u, [*self.theta, now, *z], [x for x in z if not x.requires_grad])
             u = tuple([x.detach() for x in u])
         self._note_first_value(u)
         self.returned = [(weakref.ref(x), n_changes(x)) for x in u if not x.is_inference()]
@@ -422,8 +435,15 @@ class Field:
         with torch.enable_grad():
             return self._at(t, z)
 
-    def _tell_of_leaves(self, u: Leaves, known: Sequence[Tensor]) -> None:
+    def _tell_of_leaves(self, u: Leaves, known: Sequence[Tensor], fixed: Sequence[Tensor] = ()) -> None:
+        """Warn of leaves behind u that are not known.
+
+        fixed: tensors of y that require no gradient, so that an f which takes derivatives by y may make leaves of them.
+        The first VJP looks again: there y does require one.
+        """
         for leaf in forgotten_leaves(u, known):
+            if fixed and shares_storage(leaf, fixed):
+                continue
             if id(leaf) in self.behind:
                 raise InvalidFieldError(
                     f"f depends on a tensor of shape {tuple(leaf.shape)} directly and through another tensor that was "
@@ -508,13 +528,18 @@ class Field:
             remember(self.original, self.key, known._replace(graph_bytes=size))
         return size
 
-    def linearize(self, t: Time, z: Tensors, a: Leaves) -> tuple[Tensors, list[Tensor | None], Tensor | None]:
+    def linearize(self, t: Time, z: Tensors, a: Leaves) -> tuple[Tensors, Sequence[Tensor | None], Tensor | None]:
         """u = f(t, z), then a^T df/d(z, theta) and a^T df/dt (where wanted), from one evaluation.
 
         None where there is no dependence. Grad mode must be on.
         """
-        recorded = self.record(t, z)
-        return recorded.u, *recorded.pull(a)
+        if self.graphs or self.wants_t:
+            recorded = self.record(t, z)
+            return recorded.u, *recorded.pull(a)
+        z = tuple([x.detach().requires_grad_() for x in z])
+        outputs = self(t, z)
+        # Detached first: a VJP may free what the outputs hold.
+        return tuple([x.detach() for x in outputs]), self.vjp(outputs, [*z, *self.theta], a), None
 
     def record(self, t: Time, z: Tensors) -> Recorded:
         """f(t, z) with its graph. Grad mode must be on, and z must stay as it is until the graph is used.
@@ -534,21 +559,20 @@ class Field:
 
     def vjp(
         self, outputs: Leaves, inputs: list[Tensor], a: Sequence[Tensor | None], n_evals: int = 1
-    ) -> list[Tensor | None]:
+    ) -> Sequence[Tensor | None]:
         """a^T d(outputs)/d(inputs), through n_evals evaluations; None: no dependence."""
         if not self.n_vjps and self.looks_for_leaves:  # again, at the other end: f may be another one there
             self._tell_of_leaves(outputs, inputs)
         self.n_vjps += n_evals
-        ends, starts = [], []
-        for x, g in zip(outputs, a, strict=True):
-            if x.requires_grad and g is not None:
-                ends.append(x)
-                starts.append(g)
-        if not ends:
-            return [None] * len(inputs)
+        ends, starts = outputs, a
+        if not all([x.requires_grad and g is not None for x, g in zip(outputs, a, strict=True)]):
+            pairs = [(x, g) for x, g in zip(outputs, a, strict=True) if x.requires_grad and g is not None]
+            if not pairs:
+                return [None] * len(inputs)
+            ends, starts = zip(*pairs, strict=True)
         options = False, False, tuple(inputs), True  # retain and create graph, inputs, allow unused
         try:
-            return list(run_backward(tuple(ends), tuple(starts), *options, accumulate_grad=False))
+            return run_backward(tuple(ends), tuple(starts), *options, accumulate_grad=False)
         except RuntimeError as error:
             if not is_of_freed_graph(error):
                 raise
@@ -667,10 +691,10 @@ class Recorded(NamedTuple):
     u: Tensors  # the outputs without a graph
     z: Tensors | None = None  # where f was evaluated in the forward pass, if the graph was kept
 
-    def pull(self, a: Leaves) -> tuple[list[Tensor | None], Tensor | None]:
+    def pull(self, a: Leaves) -> tuple[Sequence[Tensor | None], Tensor | None]:
         """a^T df/d(z, theta), and a^T df/dt where it is wanted; None where there is no dependence."""
         g = self.field.vjp(self.outputs, self.inputs, a)
-        return g, g.pop() if self.field.wants_t else None
+        return (g[:-1], g[-1]) if self.field.wants_t else (g, None)
 
 
 def raise_for_change(called: str) -> NoReturn:

@@ -52,6 +52,12 @@ def leaf_of(node: Any) -> Tensor | None:
     return getattr(node, "variable", None)
 
 
+def shares_storage(x: Tensor, others: Sequence[Tensor]) -> bool:
+    """Whether x has its memory in common with one of the others."""
+    key = _storage(x)[0]
+    return any(_storage(other)[0] == key for other in others)
+
+
 def saved_bytes(record: Callable[[], None], known: Sequence[Tensor], others: Callable[[], Sequence[Tensor]]) -> int:
     """The bytes of the tensors that the graphs made by `record` hold, and of others, without those that are known.
 

@@ -50,12 +50,13 @@ class Source:
     is_fresh: every evaluation draws new numbers (randomness="different").
     """
 
+    outer: Redirected | None = None  # the mode of a solve in whose f this one runs
+    device = torch.device("cpu")
+    before: tuple[bytes, ...] | int | None = None  # what `begin` saw
+    is_disturbed = False
+
     def __init__(self, given: Generator | None = None, is_fresh: bool = False):
         self.given, self.is_fresh = given, is_fresh
-        self.outer: Redirected | None = None  # the mode of a solve in whose f this one runs
-        self.device = torch.device("cpu")
-        self.before: tuple[bytes, ...] | int | None = None  # what `begin` saw
-        self.is_disturbed = False
 
     def begin(self, device: torch.device) -> None:
         """Note where the default generators are, or the outer solve's."""
@@ -282,7 +283,8 @@ def _frames() -> Iterator[Any]:
 
 def _innermost() -> Redirected | None:
     """The mode of the evaluation in which this thread is."""
-    return next((mode for mode in reversed(dispatch_modes()) if isinstance(mode, Redirected)), None)
+    modes = dispatch_modes()
+    return next((mode for mode in reversed(modes) if isinstance(mode, Redirected)), None) if modes else None
 
 
 _rules: dict[Any, Rule | None] = {}  # of the operations seen so far

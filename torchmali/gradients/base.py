@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from torchmali._torch import may_have_tangents
 from torchmali.abstract import Abstract
 from torchmali.compiled.recording import NotCompiledError
 from torchmali.controllers import StepController
@@ -159,7 +160,7 @@ def through_function(function: Any, method: GradientMethod, problem: Problem) ->
 
 def has_tangent(x: Tensor) -> bool:
     """Whether forward-mode differentiation follows x."""
-    return forward_ad.unpack_dual(x).tangent is not None
+    return may_have_tangents() and forward_ad.unpack_dual(x).tangent is not None
 
 
 class GradientMethod(Abstract):

@@ -25,7 +25,7 @@ from torchmali.field.environment import in_forward_pass
 from torchmali.field.evaluate import Field
 from torchmali.gradients.base import Problem, Solved, refuse_double_backward
 from torchmali.gradients.replay import LIMITS, BackwardPass, Limits, OutputCotangents, PulledSegment, ReplayGradient
-from torchmali.loop.base import Integration, read
+from torchmali.loop.base import Integration
 from torchmali.loop.schedule import Schedule, schedule_of
 from torchmali.outputs.stored import StoredOutputs
 from torchmali.refresh import Refresher
@@ -105,7 +105,7 @@ def solve_directly(
             results, end, stats = _solved(problem, schedule, moves)
     else:
         found: list[tuple[Floats, Stats]] = []
-        results = _Direct.apply(method, problem, schedule, moves, found, *problem.inputs)
+        results = _Direct.apply(_Call(method, problem, schedule, moves, found), *problem.inputs)
         ((end, stats),) = found
     return Solved(results, stats, Integration(end, Tape(), 0))
 
@@ -114,7 +114,7 @@ def _solved(problem: Problem, schedule: Schedule, moves: Moves) -> tuple[Tensors
     field = problem.field
     source = field.environment.source
     source.begin(field.device)
-    outputs, state = in_forward_pass([field.environment], lambda: moves.forward(problem, schedule))
+    outputs, state = in_forward_pass([field.environment], moves.forward, problem, schedule)
     if first_non_finite(state.point) is not None or source.look():
         raise NotDirectError
     _, n_steps, h_min, h_max = schedule
@@ -135,17 +135,14 @@ def _run(problem: Problem, schedule: Schedule) -> tuple[StoredOutputs, Floats]:
             refresher = refresher or Refresher(solver, False, range(len(z0)), schedule.n_steps)
         if refresher is not None:
             refresher.after_steps(len(steps) - 1, ())
-            if refresh.decides and alternates(f, refresher, residuals, state, grid):
-                raise NotDirectError
+            if refresh.decides:
+                h, eps = abs(grid[-1] - grid[-2]), f.environment.eps
+                if refresher.alternates(residuals, state.point, h, eps):
+                    raise NotDirectError
             refresher.after_steps(1, residuals)
         if output is not None:
             outputs.record(output, times[output], state.point)
     return outputs, state
-
-
-def alternates(f: Field, refresher: Refresher, residuals: list[Tensors], state: Floats, grid: Sequence[Any]) -> bool:
-    alternation = refresher.alternation(residuals, state.point, grid[-1] - grid[-2], f.environment.eps)
-    return not read([alternation])[0] >= 0
 
 
 class _Kept(NamedTuple):
@@ -161,17 +158,20 @@ class _Kept(NamedTuple):
     sizes: Sequence[int]  # numbers of saved tensors: z0, theta, fixed ones, those of the moves, z and v at the end
 
 
+class _Call(NamedTuple):
+    """What a forward pass needs. One object: autograd looks at each input of a function."""
+
+    method: ReplayGradient
+    problem: Problem
+    schedule: Schedule
+    moves: Moves
+    found: list[tuple[Floats, Stats]]  # to which it appends what is no tensor
+
+
 class _Direct(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        method: ReplayGradient,
-        problem: Problem,
-        schedule: Schedule,
-        moves: Moves,
-        found: list,
-        *inputs: Tensor | None,
-    ) -> Tensors:
+    def forward(ctx: Any, call: _Call, *inputs: Tensor | None) -> Tensors:
+        method, problem, schedule, moves, found = call
         results, end, stats = _solved(problem, schedule, moves)
         found.append((end, stats))
         ctx.set_materialize_grads(False)
@@ -194,7 +194,7 @@ class _Direct(torch.autograd.Function):
         back = BackwardPath(f, solver, schedule, times, grads, Floats(point, slope), z0)
         with f.backward_pass(times[0], z0), torch.enable_grad():
             a = back.run(method, moves.with_saved(others), stats)[0]
-        return None, None, None, None, None, None, *a.sums
+        return None, None, *a.sums
 
 
 class BackwardPath(NamedTuple):

@@ -18,7 +18,7 @@ from torch import Tensor
 from torchmali.field.environment import in_forward_pass
 from torchmali.field.evaluate import Field
 from torchmali.gradients.base import Problem, Solved, refuse_double_backward
-from torchmali.gradients.direct import BackwardPath, EagerMoves, NotDirectError, alternates
+from torchmali.gradients.direct import BackwardPath, EagerMoves, NotDirectError
 from torchmali.gradients.replay import ReplayGradient
 from torchmali.loop.base import Integration
 from torchmali.loop.schedule import Run, Schedule
@@ -135,7 +135,8 @@ class Steps:
         self.refresher.after_steps(n - 1, ())
         end = Floats(tuple([x.detach() for x in state.point]))
         with torch.no_grad():
-            if plan.decides and alternates(self.f, self.refresher, residuals, end, run.times):
+            h, eps = run.times[-1] - run.times[-2], self.f.environment.eps
+            if plan.decides and self.refresher.alternates(residuals, end.point, h, eps):
                 raise NotDirectError
         self.refresher.after_steps(1, residuals)
 

@@ -89,7 +89,7 @@ class MALI(ReplayGradient):
                 f"MALI(exact={self.exact!r}) needs a solver that is exact on integers, ALF without damping; got "
                 f"{solver}."
             )
-        if solver.amplification != 1 and self.checkpoint_every is None and not self.unsafe_damping:
+        if self.checkpoint_every is None and not self.unsafe_damping and solver.amplification != 1:
             raise IncompatibleError(
                 f"The inverse of {solver} amplifies round-off {solver.amplification:.3g} times per step: MALI needs "
                 'checkpoints for it. Use checkpoint_every="auto" (the default), or unsafe_damping=True for the method '

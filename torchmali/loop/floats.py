@@ -11,7 +11,7 @@ from torchmali.loop.schedule import Run, schedule_of
 from torchmali.refresh import RefreshPlan
 from torchmali.solvers.base import Attempt, RunningSolver
 from torchmali.state.base import State
-from torchmali.state.vectors import Tensors, Time
+from torchmali.state.vectors import Tensors, Time, number
 
 
 class FloatLoop(Loop):
@@ -65,7 +65,8 @@ class FloatLoop(Loop):
         alternates, self.t = False, times[-2]
         self.refresher.after_steps(len(steps) - 1, ())
         if plan.decides:
-            alternates = not read(self.measure(times[-1], Attempt(state), residuals, plan).tensors)[0] >= 0
+            h = number(times[-1] - times[-2])
+            alternates = self.refresher.alternates(residuals, state.point, h, self.side_effects.eps)
         self.refresher.after_steps(1, residuals)
         self.state, self.t = state, times[-1]
         if output is not None:

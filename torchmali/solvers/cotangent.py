@@ -51,7 +51,7 @@ class Cotangent:
 
     @staticmethod
     def zero(state: State, n_theta: int, n_observer: int, n_times: int) -> Cotangent:
-        z, v = ([torch.zeros_like(x) for x in leaves] for leaves in (state.point, state.slope))
+        z, v = [torch.zeros_like(x) for x in state.point], [torch.zeros_like(x) for x in state.slope]
         return Cotangent(z, v, [None] * n_theta, [None] * n_observer, [0.0] * n_times, is_new=True)
 
     @property

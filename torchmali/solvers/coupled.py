@@ -253,7 +253,7 @@ class _Increment(NamedTuple):
         for stage, of_stage in zip(self.stages, of_stages, strict=False):
             results += stage if of_stage is not None else ()
             cotangents += of_stage or ()
-        g: list = self.f.vjp(results, [*self.y, *self.f.theta, *self.times], cotangents, len(self.stages))
+        g = self.f.vjp(results, [*self.y, *self.f.theta, *self.times], cotangents, len(self.stages))
         n, m = len(self.y), len(self.y) + len(self.f.theta)
         a.add_to_theta(g[n:m])
         dt0, dt1 = (0.0 if x is None else x for x in (g[m:] or (None, None)))

@@ -358,11 +358,11 @@ class Leapfrog(AugmentedSolver, RunningSolver, InterpolatingSolver):
         """
         eta, (first, rest, observed) = self.eta, self.scheme
         residuals: Residuals = []
-        state, n_steps, make_start = state.fork(), len(times) - 1, partial(_itself, state)
+        before, state, n_steps = state, state.fork(), len(times) - 1
         for i in range(n_steps):
             t0, h = times[i], times[i + 1] - times[i]
             if record is not None:
-                record(i, make_start)
+                record(i, partial(_drifted_copy, state, e) if i else partial(_itself, before))
             is_observed = n_steps - i <= n_observed
             e = e + first * h
             for j, (node, c) in enumerate(rest):
@@ -371,7 +371,6 @@ class Leapfrog(AugmentedSolver, RunningSolver, InterpolatingSolver):
                 if is_observed and j in observed:
                     residuals.append(added(u, state.slope, -1.0))
                 state, e = state.reflect(u, eta), c * h
-            make_start = partial(_drifted_copy, state, e)
         return state if is_open else state.drift(e), residuals
 
     def last_drift(self, times: Sequence[Time]) -> Time:
@@ -394,20 +393,24 @@ class Leapfrog(AugmentedSolver, RunningSolver, InterpolatingSolver):
         return self._pull_from_end(f, step, state, a)
 
     def pull_run(self, f: Field, times: Sequence[float], state: State, a: Cotangent) -> State:
-        first, rest, _ = self.scheme
-        e = 0.0
+        eta, (first, rest, _) = self.eta, self.scheme
+        e, backwards, sums = 0.0, rest[::-1], a.sums
         for i in range(len(times) - 1, 0, -1):
             t0, h = times[i - 1], times[i] - times[i - 1]
-            for node, c in reversed(rest):
+            for node, c in backwards:
                 e += c * h
                 add_(a.v, a.z, e)
                 state = state.drift(-e)
                 # One evaluation per reflect serves twice: u gives v back, and its graph the VJP.
-                recorded = f.record(t0 + node * h, state.point)
-                state = _at_kept(state, recorded)
-                self._pull_reflect(node, recorded, a)
-                state, e = state.unreflect(recorded.u, self.eta), 0.0
-                del recorded  # or it would still be there at the next evaluation
+                if f.graphs:
+                    recorded = f.record(t0 + node * h, state.point)
+                    state, u, (g, _) = _at_kept(state, recorded), recorded.u, recorded.pull(a.v)
+                    del recorded  # or it would still be there at the next evaluation
+                else:
+                    u, g, _ = f.linearize(t0 + node * h, state.point, a.v)
+                accumulate(sums, g, 2 * eta)
+                scale_(a.v, 1 - 2 * eta)
+                state, e = state.unreflect(u, eta), 0.0
             e = first * h
         add_(a.v, a.z, e)
         return state.drift(-e)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torchmali._torch import foreach_lerp, foreach_lerp_
+from torchmali._torch import foreach_abs, foreach_lerp, foreach_lerp_, foreach_sub
 from torchmali.state.base import Deviation, RewindableState, Snapshot
 from torchmali.state.vectors import Tensors, add_, added, rows
 
@@ -40,10 +40,12 @@ class Floats(RewindableState):
         return Floats(self.point, self.slope)
 
     def drift(self, e: float) -> Floats:
-        if self.owns_point:
-            add_(self.point, self.slope, e)
-        else:
+        if not self.owns_point:
             self.point, self.owns_point = added(self.point, self.slope, e), True
+        elif len(self.point) == 1:  # as `add_` does, without the call
+            self.point[0].add_(self.slope[0], alpha=e)
+        else:
+            add_(self.point, self.slope, e)
         return self
 
     def reflect(self, u: Tensors, eta: float) -> Floats:
@@ -109,11 +111,14 @@ class Floats(RewindableState):
 
     def _sum_of_off(self, truth: Floats, i: int, span: float) -> Tensor:
         """The relative deviation of each component of leaf i, with sums of what z and v have in place of the larger."""
-        off, size = (self.point[i] - truth.point[i]).abs_(), truth.point[i].abs()
-        if self.slope:
-            off.add_((self.slope[i] - truth.slope[i]).abs_(), alpha=span)
-            size.add_(truth.slope[i].abs(), alpha=span)
-        return off.div_(size)
+        if not self.slope:
+            return (self.point[i] - truth.point[i]).abs_().div_(truth.point[i].abs())
+        known = truth.point[i], truth.slope[i]
+        off, of_v = foreach_sub((self.point[i], self.slope[i]), known)
+        off.abs_().add_(of_v.abs_(), alpha=span)
+        del of_v
+        size, of_v = foreach_abs(known)
+        return off.div_(size.add_(of_v, alpha=span))
 
     def _size(self, i: int, span: float) -> Tensor:
         """The scale of each component of leaf i."""

@@ -5,63 +5,66 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-import torchmali.errors as errors
-from torchmali.audit import Audit, audit
-from torchmali.code import Code, solve_back
-from torchmali.controllers import (
-    AdaptiveControllerState,
-    AdaptiveStep,
-    ControllerState,
-    FixedStep,
-    SolveStart,
-    StepController,
-    rms_norm,
-)
-from torchmali.errors import (
-    DoubleBackwardError,
-    EventNotFoundError,
-    GrazingEventError,
-    IncompatibleError,
-    InvalidFieldError,
-    InvalidOptionError,
-    InvalidStateError,
-    InvalidTimesError,
-    NonFiniteError,
-    NonRepeatableFieldError,
-    SolverError,
-    SolverWarning,
-    StepLimitError,
-    StepUnderflowError,
-    UnknownMethodError,
-)
-from torchmali.events import Event
-from torchmali.gradients.aca import ACA
-from torchmali.gradients.adjoint import Adjoint
-from torchmali.gradients.base import GradientMethod
-from torchmali.gradients.mali import MALI
-from torchmali.gradients.naive import Naive
-from torchmali.outputs.base import Outputs, Pulled
-from torchmali.solution import Solution, Stats
-from torchmali.solve import solve
-from torchmali.solvers.base import Attempt, ReversibleSolver, Solver
-from torchmali.solvers.coupled import Reversible
-from torchmali.solvers.leapfrog import ALF, ErrorEstimate, Leapfrog, leapfrog_for
-from torchmali.solvers.runge_kutta import (
-    RK4,
-    Bosh3,
-    Dopri5,
-    Dopri8,
-    Euler,
-    Heun,
-    Heun3,
-    HeunEuler,
-    Midpoint,
-    RK4ThreeEighths,
-    RungeKutta,
-    Tableau,
-    Tsit5,
-)
-from torchmali.torchdiffeq import odeint, odeint_adjoint, odeint_event
+from torchmali.collection import PausedCollection
+
+with PausedCollection():
+    import torchmali.errors as errors
+    from torchmali.audit import Audit, audit
+    from torchmali.code import Code, solve_back
+    from torchmali.controllers import (
+        AdaptiveControllerState,
+        AdaptiveStep,
+        ControllerState,
+        FixedStep,
+        SolveStart,
+        StepController,
+        rms_norm,
+    )
+    from torchmali.errors import (
+        DoubleBackwardError,
+        EventNotFoundError,
+        GrazingEventError,
+        IncompatibleError,
+        InvalidFieldError,
+        InvalidOptionError,
+        InvalidStateError,
+        InvalidTimesError,
+        NonFiniteError,
+        NonRepeatableFieldError,
+        SolverError,
+        SolverWarning,
+        StepLimitError,
+        StepUnderflowError,
+        UnknownMethodError,
+    )
+    from torchmali.events import Event
+    from torchmali.gradients.aca import ACA
+    from torchmali.gradients.adjoint import Adjoint
+    from torchmali.gradients.base import GradientMethod
+    from torchmali.gradients.mali import MALI
+    from torchmali.gradients.naive import Naive
+    from torchmali.outputs.base import Outputs, Pulled
+    from torchmali.solution import Solution, Stats
+    from torchmali.solve import solve
+    from torchmali.solvers.base import Attempt, ReversibleSolver, Solver
+    from torchmali.solvers.coupled import Reversible
+    from torchmali.solvers.leapfrog import ALF, ErrorEstimate, Leapfrog, leapfrog_for
+    from torchmali.solvers.runge_kutta import (
+        RK4,
+        Bosh3,
+        Dopri5,
+        Dopri8,
+        Euler,
+        Heun,
+        Heun3,
+        HeunEuler,
+        Midpoint,
+        RK4ThreeEighths,
+        RungeKutta,
+        Tableau,
+        Tsit5,
+    )
+    from torchmali.torchdiffeq import odeint, odeint_adjoint, odeint_event
 
 __version__ = "0.1.0.dev0"
 

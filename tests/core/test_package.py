@@ -1,14 +1,18 @@
 """What a package that depends on torchmali sees, and the settings of the repository."""
 
+import gc
 import json
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
+import pytest
 import torch
 
 import torchmali as tm
+from torchmali.collection import PausedCollection
 
 ROOT = Path(__file__).parents[2]
 USER = """
@@ -117,3 +121,28 @@ def test_stats_show_what_was_counted():
     assert repr(tm.Stats(n_steps=3, h_min=0.5)) == "Stats(n_steps=3, h_min=0.5)"
     stats = tm.solve(decay, torch.ones(2), [0.0, 1.0], controller=tm.FixedStep(0.5)).stats
     assert repr(stats) == "Stats(n_steps=2, n_evals_forward=3, h_min=0.5, h_max=0.5)"
+
+
+def test_an_import_collects_no_garbage_and_leaves_the_collector_as_it_was():
+    code = """
+        import gc, torch
+        before = [x["collections"] for x in gc.get_stats()]
+        import torchmali
+        after = [x["collections"] for x in gc.get_stats()]
+        assert after[1:] == before[1:] and after[0] - before[0] <= 1, (before, after)
+        assert gc.isenabled()
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True)
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+def test_a_pause_of_the_collector_ends_as_it_began(is_on: bool):
+    was_on = gc.isenabled()
+    (gc.enable if is_on else gc.disable)()
+    try:
+        with pytest.raises(ImportError), PausedCollection():
+            assert not gc.isenabled()
+            raise ImportError
+        assert gc.isenabled() == is_on
+    finally:
+        (gc.enable if was_on else gc.disable)()

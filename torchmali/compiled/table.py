@@ -90,11 +90,10 @@ def _remembered(key: _Key) -> Plan:
     for runs in reversed(legs):
         rows, e = [], 0.0
         for run in reversed(runs):
-            e = _append_run_back(rows, solver, run, e)
+            e = _append_run_back(rows, solver, run.times, e)
         backward.append(Leg(_pieces(rows), e, runs[-1].output))
-    (start,) = _pieces([_row(times[0], 0.0, 1.0, 0.0)])
     n_reflects = schedule.n_steps * solver.n_reflects
-    return Plan(start, forward, backward, torch.zeros((), dtype=torch.int64), n_reflects)
+    return Plan(start_piece(times[0]), forward, backward, torch.zeros((), dtype=torch.int64), n_reflects)
 
 
 def _legs_of(runs: Sequence[Run]) -> list[list[Run]]:
@@ -134,11 +133,23 @@ def _noise(dtype: torch.dtype, h: float) -> float:
     return min(noise**2 * MAGNIFIED, LARGE)
 
 
-def _append_run_back(rows: list[list[float]], solver: Leapfrog, run: Run, e: float) -> float:
+def pieces_back(solver: Leapfrog, times: Sequence[float]) -> tuple[list[Piece], float]:
+    """Steps from each time to the next, taken back, and the drift before them."""
+    rows: list[list[float]] = []
+    rest = _append_run_back(rows, solver, times, 0.0)
+    return _pieces(rows), rest
+
+
+def start_piece(t: float) -> Piece:
+    """v = f(t, z), in both directions."""
+    return _pieces([_row(t, 0.0, 1.0, 0.0)])[0]
+
+
+def _append_run_back(rows: list[list[float]], solver: Leapfrog, times: Sequence[float], e: float) -> float:
     """Append the rows of a run taken back, behind a drift e; return the drift before it."""
     first, rest, _ = solver.scheme
-    for i in range(len(run.times) - 1, 0, -1):
-        t0, h = run.times[i - 1], run.times[i] - run.times[i - 1]
+    for i in range(len(times) - 1, 0, -1):
+        t0, h = times[i - 1], times[i] - times[i - 1]
         for node, c in reversed(rest):
             rows.append(_row(t0 + node * h, e + c * h, 2.0, -1.0))
             e = 0.0

@@ -22,9 +22,9 @@ def obstacle(problem: Problem) -> str | None:
 
 def _of_call(problem: Problem) -> Iterator[str]:
     outputs, controller = problem.outputs, problem.controller
-    if type(controller) is not FixedStep:
-        yield f"{type(controller).__name__} chooses its steps as it goes (use FixedStep(h))"
-    elif not controller.land and len(problem.times) > 2:
+    if not controller.adaptive and type(controller) is not FixedStep:
+        yield f"{type(controller).__name__} is neither FixedStep nor an adaptive controller"
+    elif isinstance(controller, FixedStep) and not controller.land and len(problem.times) > 2:
         yield "FixedStep(land=False) interpolates outputs (leave land=False out)"
     if type(outputs) is not StoredOutputs:
         yield "only y at the output times is compiled, no observe=, event=, dense=, outputs= or times of each sample"

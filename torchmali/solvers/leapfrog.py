@@ -509,10 +509,10 @@ class _StageSum:
         if self.last % 2 == 0:
             return
         if j == 1:
-            self.first, self.sizes = added(u, v, -1.0), [_norms(x) for x in u]
+            self.first, self.sizes = added(u, v, -1.0), [norms(x) for x in u]
         elif j == self.last:
             difference = foreach_sub(added(u, v, -1.0), self.first)
-            rough = [_if_rough(*each) for each in zip(difference, self.sizes, u, strict=True)]
+            rough = [if_rough(*each) for each in zip(difference, self.sizes, u, strict=True)]
             foreach_add_(self.total, rough, alpha=1.0)
 
     def _add(self, j: int, u: Tensors) -> None:
@@ -527,13 +527,13 @@ class _StageSum:
         return combine(None, (h,), (tuple(self.total),))
 
 
-def _norms(x: Tensor) -> Tensor:
+def norms(x: Tensor) -> Tensor:
     return torch.linalg.vector_norm(rows(x), dim=1)
 
 
-def _if_rough(difference: Tensor, size: Tensor, u: Tensor) -> Tensor:
+def if_rough(difference: Tensor, size: Tensor, u: Tensor) -> Tensor:
     """The difference in rows in which it is more than half of f, 0 in the others."""
-    is_rough = _norms(difference) > ROUGH * torch.maximum(size, _norms(u))
+    is_rough = norms(difference) > ROUGH * torch.maximum(size, norms(u))
     n = difference.ndim
     return difference * is_rough.reshape([-1] * (n > 1) + [1] * (n - 1))
 

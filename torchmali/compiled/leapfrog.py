@@ -8,7 +8,7 @@ Loop, controller, refreshes, outputs and the tape are those of an eager solve. A
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -17,16 +17,16 @@ from torch.linalg import vector_norm
 from torchmali.compiled.attempts import Attempts, laid_out_like, plan_of_start, plan_of_step
 from torchmali.compiled.loops import Loops
 from torchmali.compiled.recording import NotCompiledError
-from torchmali.compiled.table import pieces_back, start_piece
+from torchmali.compiled.table import pieces_back, pieces_of, start_piece
 from torchmali.copies import copied
 from torchmali.field.evaluate import Field
 from torchmali.refresh import N_VALUES
-from torchmali.solvers.base import Attempt, Slope
+from torchmali.solvers.base import Attempt, Record, Slope
 from torchmali.solvers.cotangent import Cotangent
 from torchmali.solvers.leapfrog import Leapfrog, Residuals
 from torchmali.state.base import State
 from torchmali.state.floats import Floats
-from torchmali.state.vectors import Tensors, Time, add_, eps_of, first_non_finite
+from torchmali.state.vectors import Tensors, Time, add_, eps_of, first_non_finite, number
 
 ROUNDINGS = 1e4  # of f(t0, y0): by so many of them the value of machine code may differ
 
@@ -73,9 +73,9 @@ class CompiledLeapfrog(Leapfrog):
     given: the solver that it stands for. judges: whether the controller's error over the tolerance is that of the code.
     """
 
-    given: Any = None
-    code: Any = None
-    judges: bool = False
+    given: Any = field(default=None, compare=False)
+    code: Any = field(default=None, compare=False)
+    judges: bool = field(default=False, compare=False)
 
     joins_steps = True
 
@@ -87,6 +87,10 @@ class CompiledLeapfrog(Leapfrog):
 
     def __repr__(self) -> str:
         return repr(self.given)
+
+    @property
+    def value(self) -> Leapfrog:
+        return self.given
 
     @property
     def saved(self) -> Sequence[Tensor]:
@@ -136,7 +140,33 @@ class CompiledLeapfrog(Leapfrog):
             alternation=alternation if self.judges else None,
         )
 
+    def run(
+        self,
+        f: Slope,
+        times: Sequence[Time],
+        state: State,
+        n_observed: int = 0,
+        record: Record | None = None,
+        e: Time = 0.0,
+        is_open: bool = False,
+    ) -> tuple[State, Residuals]:
+        if record is not None:
+            return super().run(f, times, state, n_observed, record, e, is_open)
+        assert isinstance(f, Field) and not (e or is_open)
+        code, (pieces, rest) = self.code, pieces_of(self.given, [number(t) for t in times], n_observed)
+        z, v, outside, n = state.point, state.slope, code.outside.tensors(f), len(state.point)
+        looks = self.refresh_policy == "auto"
+        values: Sequence[Tensor] = code.loops.zero_state * N_VALUES if looks else ()
+        for piece in pieces:
+            z, v, values, _ = code.loops.forward(piece, plan_of_start().first, z, v, values, outside)
+        add_(z, v, rest)
+        f.count((len(times) - 1) * self.n_reflects)
+        n_kept = min(N_VALUES, n_observed * len(self.scheme.observed)) if looks else 0
+        residuals = [tuple(values[i * n : (i + 1) * n]) for i in range(N_VALUES - n_kept, N_VALUES)]
+        return Floats(z, v), residuals
+
     def pull_run(self, f: Field, times: Sequence[float], state: State, a: Cotangent) -> State:
+        assert not f.wants_t
         pieces, rest = pieces_back(self.given, times)
         point, slope = self._pulled(f, pieces, state.point, state.slope, a)
         add_(a.v, a.z, rest)
@@ -146,7 +176,7 @@ class CompiledLeapfrog(Leapfrog):
         return Floats(point, slope)
 
     def pull_start(self, f: Field, t: Time, state: State, a: Cotangent) -> tuple[State, Time | None]:
-        assert isinstance(t, float)
+        assert isinstance(t, float) and not f.wants_t
         _, slope = self._pulled(f, [start_piece(t)], state.point, self.code.loops.zero_state, a)
         f.count(1, 1)
         return state.with_slope(slope), None

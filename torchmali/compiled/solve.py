@@ -31,17 +31,13 @@ from torchmali.gradients.direct import BackwardPath, Moves, NotDirectError, plai
 from torchmali.gradients.replay import ReplayGradient
 from torchmali.loop.schedule import Schedule
 from torchmali.outputs.stored import StoredOutputs
-from torchmali.refresh import N_VALUES, Refresher
+from torchmali.refresh import N_VALUES
 from torchmali.solvers.cotangent import Cotangent
 from torchmali.solvers.leapfrog import Leapfrog
 from torchmali.state.floats import Floats
-from torchmali.state.vectors import Tensors, add_, added, first_non_finite
+from torchmali.state.vectors import Tensors, add_
 
 MANY = 64  # loops that are remembered; beyond this the oldest are forgotten
-ALTERNATES = (
-    "v has to be renewed, and that is done by the eager loop: f contracts (docs/limits.md). "
-    'With refresh="never" it is compiled, and may be less accurate'
-)
 
 
 def solve_compiled(method: ReplayGradient, problem: Problem) -> Solved:
@@ -56,25 +52,25 @@ def solve_compiled(method: ReplayGradient, problem: Problem) -> Solved:
     if problem.wants_gradient and any([x.grad_fn is not None for x in outside.saved]):
         raise NotCompiledError("f reads a tensor that was computed outside it, and is not among its parameters")
     problem = problem._replace(field=first.field.settled())
-    if problem.controller.adaptive:
-        return ReplayGradient.solve(method, problem._replace(solver=_compiled_solver(problem, loops, outside, first.u)))
-    schedule = plain_schedule(problem)
-    if schedule is None:
-        raise NotCompiledError("its steps are not planned")
-    looks = isinstance(problem.solver, Leapfrog) and problem.solver.refresh_policy == "auto"
-    try:
-        return solve_directly(method, problem, schedule, CompiledMoves(loops, outside, first.u, looks))
-    except NotDirectError:
-        raise NotCompiledError("") from None  # without a word: what is amiss is told by the eager solve
+    schedule, behaviour = plain_schedule(problem), problem.field.behaviour
+    if schedule is not None and (behaviour is None or behaviour.is_calm):
+        looks = isinstance(problem.solver, Leapfrog) and problem.solver.refresh_policy == "auto"
+        try:
+            return solve_directly(method, problem, schedule, CompiledMoves(loops, outside, first.u, looks))
+        except NotDirectError:
+            problem.field.is_restless()
+            problem = problem._replace(field=first.field.settled(), outputs=problem.outputs.again())
+    return ReplayGradient.solve(method, problem._replace(solver=_compiled_solver(problem, loops, outside, first.u)))
 
 
 def _compiled_solver(problem: Problem, loops: Loops, outside: Outside, first_value: Tensors) -> CompiledLeapfrog:
     solver, controller, sizes = problem.solver, problem.controller, [z.numel() for z in problem.z0]
     assert isinstance(solver, Leapfrog)
-    judges = type(controller) is AdaptiveStep and controller.norm is rms_norm
-    rtol, atol = (controller.rtol, controller.atol) if judges else ([0.0] * len(sizes), [0.0] * len(sizes))
-    code = Code(loops, Attempts(loops), outside, first_value, tolerance_of(sizes, rtol, atol))
-    return CompiledLeapfrog.of(solver, code, judges)
+    if isinstance(controller, AdaptiveStep) and type(controller) is AdaptiveStep and controller.norm is rms_norm:
+        judges, tolerance = True, tolerance_of(sizes, controller.rtol, controller.atol)
+    else:
+        judges, tolerance = False, tolerance_of(sizes, [0.0] * len(sizes), [0.0] * len(sizes))
+    return CompiledLeapfrog.of(solver, Code(loops, Attempts(loops), outside, first_value, tolerance), judges)
 
 
 class First(NamedTuple):
@@ -228,31 +224,12 @@ class CompiledMoves(Moves):
             for piece in leg.pieces:
                 z, v, values, alternates = loops.forward(piece, plan.first, z, v, values, outside)
                 if alternates is not None and alternates.item():
-                    self._judge(problem, schedule, z, v, values, leg.rest if leg is plan.forward[-1] else None)
+                    raise NotDirectError
             add_(z, v, leg.rest)
             assert leg.output is not None
             outputs.record(leg.output, times[leg.output], z)
         field.count(plan.n_reflects)
         return outputs, Floats(z, v)
-
-    def _judge(
-        self, problem: Problem, schedule: Schedule, z: Tensors, v: Tensors, values: Sequence[Tensor], rest: float | None
-    ) -> None:
-        """Raise, as f - v alternates: unless it is the late look of a short solve, and there is nothing to tell.
-
-        rest: the drift that is left to the end of the solve.
-        """
-        n, n_steps = len(z), schedule.n_steps
-        if first_non_finite((*z, *v)) is not None:
-            raise NotDirectError
-        refresher = Refresher(problem.solver, False, range(n), n_steps)
-        if rest is None or refresher.first < n_steps:
-            raise NotCompiledError(ALTERNATES)
-        refresher.after_steps(n_steps - 1, ())
-        h = problem.times[-1] - schedule.runs[-1].times[-2]
-        residuals = [tuple(values[i * n : (i + 1) * n]) for i in range(N_VALUES)]
-        if not refresher.alternation(residuals, added(z, v, rest), h, 0.0).item() >= 0:
-            raise NotDirectError
 
     def backward(self, back: BackwardPath) -> tuple[Cotangent, Floats, Floats]:
         loops, n, f = self.loops, len(back.z0), back.f

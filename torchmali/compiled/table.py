@@ -106,19 +106,34 @@ def _legs_of(runs: Sequence[Run]) -> list[list[Run]]:
     return [leg for leg in found if leg]
 
 
-def _append_run(rows: list[list[float]], solver: Leapfrog, run: Run, e: float, n_kept: int) -> tuple[float, int]:
-    """Append the rows of a run that begins with a drift e; return the drift behind it, and how many f - v were kept."""
+def pieces_of(solver: Leapfrog, times: Sequence[float], n_observed: int) -> tuple[list[Piece], float]:
+    """Steps from each time to the next, of which so many of the last keep f - v; and the drift behind them."""
+    rows: list[list[float]] = []
+    rest = _append_steps(rows, solver, times, n_observed, 0.0)
+    return _pieces(rows), rest
+
+
+def _append_steps(
+    rows: list[list[float]], solver: Leapfrog, times: Sequence[float], n_observed: int, e: float
+) -> float:
+    """Append the rows of steps that begin with a drift e; return the drift behind them."""
     first, rest, observed = solver.scheme
-    n_steps = len(run.times) - 1
+    n_steps = len(times) - 1
     for i in range(n_steps):
-        t0, h = run.times[i], run.times[i + 1] - run.times[i]
-        keeps = n_steps - i <= run.n_observed
+        t0, h = times[i], times[i + 1] - times[i]
+        keeps = n_steps - i <= n_observed
         e = e + first * h
         for j, (node, c) in enumerate(rest):
-            is_kept = keeps and j in observed
-            n_kept += is_kept
-            rows.append(_row(t0 + node * h, e, 2.0, -1.0, is_kept))
+            rows.append(_row(t0 + node * h, e, 2.0, -1.0, keeps and j in observed))
             e = c * h
+    return e
+
+
+def _append_run(rows: list[list[float]], solver: Leapfrog, run: Run, e: float, n_kept: int) -> tuple[float, int]:
+    """Append the rows of a run that begins with a drift e; return the drift behind it, and how many f - v were kept."""
+    observed = solver.scheme.observed
+    e = _append_steps(rows, solver, run.times, run.n_observed, e)
+    n_kept += min(run.n_observed, len(run.times) - 1) * len(observed)
     if run.refresh.decides and n_kept >= N_VALUES:
         h = run.times[-1] - run.times[-2]
         noise = [_noise(dtype, abs(h)) for dtype in FLOATS]

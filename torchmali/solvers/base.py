@@ -182,6 +182,11 @@ class RunningSolver(ReversibleSolver):
 
     joins_steps: ClassVar[bool] = False
 
+    @property
+    def value(self) -> RunningSolver:
+        """The solver as a value that can be remembered: without tensors."""
+        return self
+
     @abstractmethod
     def run(
         self, f: Slope, times: Sequence[Time], state: State, n_observed: int = 0, record: Record | None = None

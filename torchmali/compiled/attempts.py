@@ -52,6 +52,7 @@ class Attempted(NamedTuple):
     u: Tensors  # of the last row
     values: Sequence[Tensor]  # the latest three f - v, leaf by leaf
     numbers: Tensor  # the error over the tolerance, and the alternation
+    slopes: Sequence[Tensor]  # f at all rows, if they were wanted: leaves of shape (n_slots, ...)
 
 
 @functools.lru_cache(maxsize=64)
@@ -122,23 +123,28 @@ class Attempts:
         tolerance: Tensor,
         state: Sequence[Tensor],
         outside: Sequence[Tensor],
+        n_slots: int = 0,
     ) -> Attempted:
-        """moment: T0, H, JUDGES. state: z, v, f at the start (or v), and the latest three f - v."""
+        """moment: T0, H, JUDGES. state: z, v, f at the start (or v), and the latest three f - v.
+
+        n_slots: of the memory in which f at all rows is kept; 0: it is not.
+        """
         n, likes = self.n, self.loops.zero_state * 6
         state = [x if x.stride() == y.stride() else laid_out_like(x, y) for x, y in zip(state, likes, strict=True)]
         numbers = plan.numbers, torch.tensor(moment, dtype=torch.float64), tolerance
-        found = self.loops.code("attempt", self._made)(plan.table, plan.first, plan.stop, *numbers, *state, *outside)
+        code = self.loops.code(f"attempt {n_slots}", functools.partial(self._made, n_slots))
+        found = code(plan.table, plan.first, plan.stop, *numbers, *state, *outside)
         z, v, error, u = (tuple(found[i * n : (i + 1) * n]) for i in range(4))
-        return Attempted(z, v, error, u, found[4 * n : 7 * n], found[7 * n])
+        return Attempted(z, v, error, u, found[4 * n : 7 * n], found[7 * n], found[7 * n + 1 :])
 
-    def _made(self) -> tuple[Callable, list[Tensor]]:
+    def _made(self, n_slots: int) -> tuple[Callable, list[Tensor]]:
         n, z = self.n, self.loops.form.z
         numbers = [torch.zeros(k, dtype=torch.float64) for k in (6, 3, 1 + 3 * n)]
         table, integers = torch.zeros(ROWS, WIDTH, dtype=torch.float64), [torch.tensor(0), torch.tensor(0)]
         likes = [zeros_like_leaf(x) for x in (*z * 6, *self.loops.form.outside)]
-        return self._run, [table, *integers, *numbers, *likes]
+        return functools.partial(self._run, n_slots), [table, *integers, *numbers, *likes]
 
-    def _run(self, table: Tensor, i: Tensor, stop: Tensor, *rest: Tensor) -> Sequence[Tensor]:
+    def _run(self, n_slots: int, table: Tensor, i: Tensor, stop: Tensor, *rest: Tensor) -> Sequence[Tensor]:
         n = self.n
         (numbers, moment, tolerance), z0 = rest[:3], rest[3 : 3 + n]
         v_in, f_in, values = rest[3 + n : 3 + 2 * n], rest[3 + 2 * n : 3 + 3 * n], rest[3 + 3 * n : 3 + 6 * n]
@@ -148,9 +154,11 @@ class Attempts:
         ]
         zeros, sizes = self.loops.fresh_zeros(), [norms(x) * 0 for x in z0]
         # u, f - v at the first reflect, and the norm of each row of f there
-        carried = [*z0, *v_in, *totals, *zeros, *self.loops.fresh_zeros(), *values, *sizes]
-        found = while_loop(self._goes_on, self._body, (i, *carried), (table, stop, moment, *outside))[1:]
-        z, v, totals, u, first, values, sizes = (found[i * n : (i + m) * n] for i, m in _PARTS)
+        slots = [x.new_zeros(n_slots, *x.shape) for x in z0] if n_slots else []
+        carried = [*z0, *v_in, *totals, *zeros, *self.loops.fresh_zeros(), *values, *sizes, *slots]
+        body, goes_on = (functools.partial(part, len(carried)) for part in (self._body, self._goes_on))
+        found = while_loop(goes_on, body, (i, *carried), (table, stop, moment, *outside))[1:]
+        z, v, totals, u, first, values, sizes, slots = (found[i * n : (i + m) * n] for i, m in _PARTS)
         h, last = moment[H], numbers[LAST] * moment[H]
         z = [x + last.to(x.dtype) * y for x, y in zip(z, v, strict=True)]
         error = []
@@ -160,19 +168,19 @@ class Attempts:
             error.append(h.to(x.dtype) * whole)
         ratio = _ratio(tolerance, error, z0, z)
         alternates = self._alternation(numbers, moment, tolerance, z, values)
-        return [*as_carried([*z, *v, *error, *u, *values], (*z0 * 4, *values)), torch.stack([ratio, alternates])]
+        laid_out = as_carried([*z, *v, *error, *u, *values], (*z0 * 4, *values))
+        return [*laid_out, torch.stack([ratio, alternates]), *slots]
 
-    def _goes_on(self, i: Tensor, *rest: Tensor) -> Tensor:
-        return i < rest[9 * self.n + 1]
+    def _goes_on(self, n_carried: int, i: Tensor, *rest: Tensor) -> Tensor:
+        return i < rest[n_carried + 1]
 
-    def _body(self, i: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
-        n = self.n
-        carried, (table, _, moment, *outside) = rest[: 9 * n], rest[9 * n :]
-        z, v, totals, _, first, values, sizes = (carried[i * n : (i + m) * n] for i, m in _PARTS)
+    def _body(self, n_carried: int, i: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
+        n, carried, (table, _, moment, *outside) = self.n, rest[:n_carried], rest[n_carried:]
+        z, v, totals, _, first, values, sizes, slots = (carried[i * n : (i + m) * n] for i, m in _PARTS)
         row = row_of(table, i)
         e, t = row[C] * moment[H], moment[T0] + row[NODE] * moment[H]
         z = [x + e.to(x.dtype) * y for x, y in zip(z, v, strict=True)]
-        u = self.loops.slope(t, z, outside)
+        u = [x.clone() for x in self.loops.slope(t, z, outside)]  # it may be z, or a view of it
         latest = [x - y for x, y in zip(u, v, strict=True)]
         is_first, keeps = row[FIRST] > 0, row[KEEPS] > 0
         totals = [x + _number(row, D, x) * y for x, y in zip(totals, u, strict=True)]
@@ -180,7 +188,8 @@ class Attempts:
         sizes = [torch.where(is_first, norms(x), y) for x, y in zip(u, sizes, strict=True)]
         values = [torch.where(keeps, y, x) for x, y in zip(values, (*values[n:], *latest), strict=True)]
         v = [_number(row, BETA, x) * y + _number(row, ALPHA, x) * x for x, y in zip(u, v, strict=True)]
-        return i + 1, *as_carried([*z, *v, *totals, *u, *first, *values, *sizes], carried)
+        slots = [torch.where(_is_at(i, x), y, x) for x, y in zip(slots, u, strict=False)]
+        return i + 1, *as_carried([*z, *v, *totals, *u, *first, *values, *sizes, *slots], carried)
 
     def _alternation(
         self, numbers: Tensor, moment: Tensor, tolerance: Tensor, z: Sequence[Tensor], values: Sequence[Tensor]
@@ -196,7 +205,12 @@ class Attempts:
         return torch.where(moment[JUDGES] > 0, least, 1.0)
 
 
-_PARTS = ((0, 1), (1, 1), (2, 1), (3, 1), (4, 1), (5, 3), (8, 1))  # of what is carried: where, and how many
+_PARTS = ((0, 1), (1, 1), (2, 1), (3, 1), (4, 1), (5, 3), (8, 1), (9, 1))  # of what is carried: where, and how many
+
+
+def _is_at(i: Tensor, slots: Tensor) -> Tensor:
+    """Which of the slots is the i-th one."""
+    return (torch.arange(len(slots)) == i).reshape(-1, *[1] * (slots.ndim - 1))
 
 
 def _number(numbers: Tensor, i: int, like: Tensor) -> Tensor:

@@ -17,17 +17,18 @@ from torch.linalg import vector_norm
 from torchmali.compiled.attempts import Attempts, laid_out_like, plan_of_start, plan_of_step
 from torchmali.compiled.loops import Loops
 from torchmali.compiled.recording import NotCompiledError
-from torchmali.compiled.table import pieces_back, pieces_of, start_piece
+from torchmali.compiled.table import Piece, pieces_back, pieces_of, start_piece
 from torchmali.copies import copied
 from torchmali.field.evaluate import Field
 from torchmali.refresh import N_VALUES
-from torchmali.solvers.base import Attempt, Record, Slope
+from torchmali.solvers.base import Attempt, Record, Slope, StepBack
 from torchmali.solvers.cotangent import Cotangent
-from torchmali.solvers.leapfrog import Leapfrog, Residuals
+from torchmali.solvers.leapfrog import Leapfrog, Residuals, pull_start_of_inner
 from torchmali.state.base import State
 from torchmali.state.floats import Floats
 from torchmali.state.vectors import Tensors, Time, add_, eps_of, first_non_finite, number
 
+SLOTS = (8, 24)  # of memory for the slopes of a step
 ROUNDINGS = 1e4  # of f(t0, y0): by so many of them the value of machine code may differ
 
 
@@ -119,7 +120,8 @@ class CompiledLeapfrog(Leapfrog):
         residuals: Residuals | None,
         keeps_stages: bool = False,
     ) -> Attempt:
-        if keeps_stages or not adaptive:
+        n_slots = self._n_slots if keeps_stages else 0
+        if not adaptive or n_slots is None:
             return super().step_with_residuals(f, t0, t1, state, carry, adaptive, residuals, keeps_stages)
         assert isinstance(f, Field) and isinstance(t0, float) and isinstance(t1, float)
         code, plan, n = self.code, plan_of_step(self.given), len(state.point)
@@ -127,7 +129,8 @@ class CompiledLeapfrog(Leapfrog):
         judges = residuals is not None and len(before) + n_new >= N_VALUES
         values = [*code.loops.zero_state * (N_VALUES - len(before)), *[x for leaves in before for x in leaves]]
         inputs = *state.point, *state.slope, *(carry or state.slope), *values
-        found = code.attempts(plan, (t0, t1 - t0, float(judges)), code.tolerance, inputs, code.outside.tensors(f))
+        moment = t0, t1 - t0, float(judges)
+        found = code.attempts(plan, moment, code.tolerance, inputs, code.outside.tensors(f), n_slots)
         f.count(plan.n_evals)
         if residuals is not None:
             residuals += [tuple(found.values[i * n : (i + 1) * n]) for i in range(N_VALUES)][-n_new:]
@@ -136,9 +139,15 @@ class CompiledLeapfrog(Leapfrog):
             Floats(found.z, found.v),
             found.error,
             found.u if plan.gives_slope else None,
+            [state.slope, *zip(*[x[: self.n_reflects] for x in found.slopes], strict=True)] if n_slots else (),
             ratio=ratio if self.judges else None,
             alternation=alternation if self.judges else None,
         )
+
+    @property
+    def _n_slots(self) -> int | None:
+        """Slots for the slopes of a step; None: it has too many. Code is made for each number of slots."""
+        return next((n for n in SLOTS if n > self.n_reflects), None)
 
     def run(
         self,
@@ -175,6 +184,24 @@ class CompiledLeapfrog(Leapfrog):
         f.count(n_reflects, n_reflects)
         return Floats(point, slope)
 
+    def _pull_from_end(self, f: Field, step: StepBack, state: State, a: Cotangent) -> State:
+        n_slots = self._n_slots
+        if step.inside is None or n_slots is None:
+            return super()._pull_from_end(f, step, state, a)
+        inner = self._pull_inner(f, step, state.point, ())
+        assert inner is not None
+        pieces, rest = pieces_back(self.given, (step.t0, step.t1))
+        slots = [x.new_zeros(n_slots, *x.shape) for x in state.point]
+        for j, of_stage in enumerate(inner.stages[1:]):
+            for whole, part in zip(slots, of_stage or (), strict=False):
+                whole[j] = part
+        point, slope = self._pulled(f, pieces, state.point, state.slope, a, slots)
+        add_(a.v, a.z, rest)
+        pull_start_of_inner(a, inner)
+        add_(point, slope, -rest)
+        f.count(self.n_reflects, self.n_reflects)
+        return Floats(point, slope)
+
     def pull_start(self, f: Field, t: Time, state: State, a: Cotangent) -> tuple[State, Time | None]:
         assert isinstance(t, float) and not f.wants_t
         _, slope = self._pulled(f, [start_piece(t)], state.point, self.code.loops.zero_state, a)
@@ -182,9 +209,15 @@ class CompiledLeapfrog(Leapfrog):
         return state.with_slope(slope), None
 
     def _pulled(
-        self, f: Field, pieces: Sequence[Any], point: Tensors, slope: Tensors, a: Cotangent
+        self,
+        f: Field,
+        pieces: Sequence[Piece],
+        point: Tensors,
+        slope: Tensors,
+        a: Cotangent,
+        inner: Sequence[Tensor] = (),
     ) -> tuple[Tensors, Tensors]:
-        """Follow pieces back with `a`; return z and v before them."""
+        """Follow pieces back with `a`; return z and v before them. inner: see `Loops.backward`."""
         loops, outside, n = self.code.loops, self.code.outside, len(point)
         moving = [place for place in outside.places if place is not None]
         places = [n + place for place, depends in zip(moving, loops.depends, strict=False) if depends]
@@ -194,7 +227,7 @@ class CompiledLeapfrog(Leapfrog):
         state = [x if x.stride() == y.stride() else laid_out_like(x, y) for x, y in zip(state, likes, strict=True)]
         tensors = outside.tensors(f)
         for piece in pieces:
-            state = list(loops.backward(piece, plan_of_start().first, state, tensors))
+            state = list(loops.backward(piece, plan_of_start().first, state, tensors, inner))
         z, v, az, av = (tuple(state[i * n : (i + 1) * n]) for i in range(4))
         a.replace(az, av, dict(zip(places, state[4 * n :], strict=True)))
         return z, v

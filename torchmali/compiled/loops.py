@@ -6,6 +6,7 @@ an argument, so that parameters may change between two calls. A loop is compiled
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -26,6 +27,7 @@ from torchmali.compiled.table import (
     OF_ONE_STEP,
     REST,
     ROWS,
+    STAGE,
     WIDTH,
     E,
     Piece,
@@ -73,10 +75,20 @@ class Loops:
         return (z, v, rest[:-1], rest[-1]) if values else (z, v, (), None)
 
     def backward(
-        self, piece: Piece, first: Tensor, state: Sequence[Tensor], outside: Sequence[Tensor]
+        self,
+        piece: Piece,
+        first: Tensor,
+        state: Sequence[Tensor],
+        outside: Sequence[Tensor],
+        inner: Sequence[Tensor] = (),
     ) -> Sequence[Tensor]:
-        """Follow a piece back. state: z, v, a_z, a_v, and the sums of `zero_sums`."""
-        return self.code("backward", self._backward)(piece.rows, first, piece.stop, *state, *outside)
+        """Follow a piece back. state: z, v, a_z, a_v, and the sums of `zero_sums`.
+
+        inner: cotangents of f beside those that come from v, leaves of shape (slots, ...), by the STAGE of a row.
+        """
+        n_slots = len(inner[0]) if inner else 0
+        code = self.code(f"backward {n_slots}", functools.partial(self._backward, n_slots))
+        return code(piece.rows, first, piece.stop, *state, *inner, *outside)
 
     def fresh_zeros(self) -> list[Tensor]:
         """Zeros like the leaves of the state, to be written to."""
@@ -153,13 +165,17 @@ class Loops:
 
         return run, self._examples(z, z, z, z, z)
 
-    def _backward(self) -> tuple[Callable, list[Tensor]]:
+    def _backward(self, n_slots: int) -> tuple[Callable, list[Tensor]]:
         z, n = self.form.z, self.n
         k = 4 * n + len(self.summed)
+        inner = [x.new_empty(n_slots, *x.shape) for x in z] if n_slots else []
 
         def body(i: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
-            carried, (table, _, *outside) = rest[:k], rest[k:]
-            return i + 1, *as_carried(self._pulled(row_of(table, i), carried, outside), carried)
+            carried, (table, _, *others) = rest[:k], rest[k:]
+            row, inner_, outside = row_of(table, i), others[: len(inner)], others[len(inner) :]
+            stage = row[STAGE].to(torch.int64).reshape(1)
+            of_stage = [torch.index_select(x, 0, stage)[0] for x in inner_]
+            return i + 1, *as_carried(self._pulled(row, carried, outside, of_stage), carried)
 
         def run(table: Tensor, i: Tensor, stop: Tensor, *rest: Tensor) -> Sequence[Tensor]:
             return while_loop(_is_before, body, (i, *rest[:k]), (table, stop, *rest[k:]))[1:]
@@ -167,7 +183,7 @@ class Loops:
         def _is_before(i: Tensor, *rest: Tensor) -> Tensor:
             return i < rest[k + 1]
 
-        return run, self._examples(z, z, z, z, self.summed)
+        return run, self._examples(z, z, z, z, self.summed, inner)
 
     def _moved(self, row: Tensor, state: Sequence[Tensor], outside: Sequence[Tensor]) -> tuple[list[Tensor], ...]:
         """z and v behind a row, and u."""
@@ -182,13 +198,17 @@ class Loops:
         a = [torch.zeros_like(x) for x in z] if self.event.depends else []
         return list(self.event.graph(t.to(self.form.t_dtype), *z, *a, *outside)[: self.n])
 
-    def _pulled(self, row: Tensor, carried: Sequence[Tensor], outside: Sequence[Tensor]) -> list[Tensor]:
-        """z, v, their cotangents and the sums before a row that is taken back."""
+    def _pulled(
+        self, row: Tensor, carried: Sequence[Tensor], outside: Sequence[Tensor], of_stage: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """z, v, their cotangents and the sums before a row that is taken back. of_stage: another cotangent of f."""
         n, graph = self.n, self.event.graph
         z, v, az, av = (carried[i * n : (i + 1) * n] for i in range(4))
         z = [x - row[E].to(x.dtype) * y for x, y in zip(z, v, strict=True)]
         av = [x + row[E].to(x.dtype) * y for x, y in zip(av, az, strict=True)]
-        found = graph(row[T].to(self.form.t_dtype), *z, *[row[ALPHA].to(x.dtype) * x for x in av], *outside)
+        a = [row[ALPHA].to(x.dtype) * x for x in av]
+        a = [x + y for x, y in zip(a, of_stage, strict=True)] if of_stage else a
+        found = graph(row[T].to(self.form.t_dtype), *z, *a, *outside)
         u, grads = found[:n], iter(found[n:])
         depends = self.event.depends[:n]
         az = [x + next(grads) if is_new else x for x, is_new in zip(az, depends, strict=True)]

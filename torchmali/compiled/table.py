@@ -25,9 +25,11 @@ from torchmali.state.vectors import eps_of
 
 ROWS = 256  # of a table: a longer one is divided
 # Columns: t, e, alpha, beta; whether f - v is kept, and judged (0, OF_SEVERAL_STEPS or OF_ONE_STEP); the drift behind
-# the row, at the end of the step; what round-off explains, for float32 and for float64.
+# the row, at the end of the step; what round-off explains, for float32 and for float64. Backward: which reflect of its
+# step a row is, from 0 on, in place of the looks.
 WIDTH = 9
 T, E, ALPHA, BETA, KEEPS, JUDGES, REST, NOISE = range(8)
+STAGE = KEEPS
 FLOATS = (torch.float32, torch.float64)
 OF_SEVERAL_STEPS, OF_ONE_STEP = 1.0, 2.0
 
@@ -165,15 +167,15 @@ def _append_run_back(rows: list[list[float]], solver: Leapfrog, times: Sequence[
     first, rest, _ = solver.scheme
     for i in range(len(times) - 1, 0, -1):
         t0, h = times[i - 1], times[i] - times[i - 1]
-        for node, c in reversed(rest):
-            rows.append(_row(t0 + node * h, e + c * h, 2.0, -1.0))
+        for j, (node, c) in zip(reversed(range(len(rest))), reversed(rest), strict=True):
+            rows.append(_row(t0 + node * h, e + c * h, 2.0, -1.0, j))
             e = 0.0
         e = first * h
     return e
 
 
-def _row(t: float, e: float, alpha: float, beta: float, keeps: bool = False) -> list[float]:
-    return [t, e, alpha, beta, float(keeps), *[0.0] * (WIDTH - 5)]
+def _row(t: float, e: float, alpha: float, beta: float, keeps_or_stage: int = 0) -> list[float]:
+    return [t, e, alpha, beta, float(keeps_or_stage), *[0.0] * (WIDTH - 5)]
 
 
 def _pieces(rows: list[list[float]]) -> list[Piece]:

@@ -427,7 +427,7 @@ class Leapfrog(AugmentedSolver, RunningSolver, InterpolatingSolver):
             state = state.unreflect(recorded.u, self.eta)
             del recorded
         _pull_drift(first, h, state.slope if f.wants_t else (), a)
-        _pull_start_of_inner(a, inner)
+        pull_start_of_inner(a, inner)
         return state.drift(-first * h)
 
     def _pull_with_stages(self, f: Field, step: StepBack, state: State, a: Cotangent) -> State:
@@ -468,7 +468,7 @@ class Leapfrog(AugmentedSolver, RunningSolver, InterpolatingSolver):
             self._pull_reflect(node, recorded, a, inner and inner.stages[len(passed) + 1])
             slope = v
         _pull_drift(self.scheme.first, h, slope if f.wants_t else (), a)
-        _pull_start_of_inner(a, inner)
+        pull_start_of_inner(a, inner)
 
     def _pull_inner(self, f: Field, step: StepBack, z: Tensors, stages: Sequence[Tensors]) -> InnerCotangents | None:
         if step.inside is None:
@@ -561,7 +561,7 @@ class Passed(NamedTuple):
     slope: Tensors  # v before it
 
 
-def _pull_start_of_inner(a: Cotangent, inner: InnerCotangents | None) -> None:
+def pull_start_of_inner(a: Cotangent, inner: InnerCotangents | None) -> None:
     """Add the shares that outputs inside a step have in z and v at its start."""
     if inner is None:
         return

@@ -34,6 +34,7 @@ BENCHMARKS = {
     "overhead": Benchmark("benchmarks.overhead"),
     "budget": Benchmark("benchmarks.budget"),
     "compiled": Benchmark("benchmarks.compiled", quick=False),
+    "compiled_adaptive": Benchmark("benchmarks.compiled_adaptive", quick=False),
     "evaluations": Benchmark("benchmarks.evaluations", quick=False),
     "fixed": Benchmark("benchmarks.suite.fixed", less=("--quick",)),
     "adaptive": Benchmark("benchmarks.suite.adaptive", less=("--quick",)),

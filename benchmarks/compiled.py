@@ -119,16 +119,16 @@ def measure(workload: Workload | Flow, n_steps: int, rounds: int) -> dict[str, A
     }
 
 
-def compile_seconds(name: str) -> dict[str, Any]:
+def compile_seconds(name: str, module: str = "benchmarks.compiled") -> dict[str, Any]:
     """Seconds of the first gradient in a new process, without and with torch's cache on disk.
 
     CPU seconds, which do not depend on what else runs, are those of the whole process, of its imports and the compilers
-    that it starts; wall seconds those of the first gradient alone.
+    that it starts; wall seconds those of the first gradient alone, which `print_first` of the module prints.
     """
     found: dict[str, Any] = {"cpu": {}, "wall": {}}
     with tempfile.TemporaryDirectory() as cache:
         for way in ("cold", "warm"):
-            command = [sys.executable, "-c", f"from benchmarks.compiled import print_first; print_first({name!r})"]
+            command = [sys.executable, "-c", f"from {module} import print_first; print_first({name!r})"]
             environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache}
             before = os.times()
             done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)

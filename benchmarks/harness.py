@@ -18,12 +18,14 @@ import time
 from collections.abc import Callable, Mapping
 from datetime import datetime, timezone
 from importlib import metadata
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
 from rich.progress import Progress
+from torch.profiler import ProfilerActivity, profile
 
 RECORDS = Path(__file__).parent / "records"
 Run = Callable[[], object]
@@ -65,6 +67,19 @@ def paired_ratio(a: list[float], b: list[float]) -> dict[str, float]:
     """Return the median and the quartiles of a / b within each round."""
     lower, median, upper = statistics.quantiles([x / y for x, y in zip(a, b, strict=True)], n=4)
     return {"median": median, "lower": lower, "upper": upper}
+
+
+def allocated_peak(run: Run) -> int:
+    """Peak bytes that torch's allocator gives out during run(), after one run to warm up: to machine code, too.
+
+    Of eager solves it is what `torchmali.measure.peak_bytes` finds, which sees operations alone.
+    """
+    run()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        run()
+    results: Any = profiler.profiler
+    found = [event for event in results.kineto_results.events() if event.name() == "[memory]"]
+    return max(accumulate(event.nbytes() for event in sorted(found, key=lambda event: event.start_ns())))
 
 
 def header(command: str, packages: tuple[str, ...]) -> dict[str, Any]:

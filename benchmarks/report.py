@@ -30,14 +30,15 @@ LATENT = RECORDS.parent / "latent.json"
 Kinds = Mapping[str, Mapping[str, Record]]  # records by kind and problem
 KINDS = ("fixed", "adaptive", "precision", "outputs")
 METHODS = (
-    "MALI", "ACA", "naive", "torchdiffeq naive", "torchdiffeq adjoint", "torchode", "TorchDiffEqPack MALI", "diffrax",
-    "diffrax backsolve",
+    "MALI", "MALI compiled", "ACA", "naive", "torchdiffeq naive", "torchdiffeq adjoint", "torchode",
+    "TorchDiffEqPack MALI", "diffrax", "diffrax backsolve",
 )  # fmt: skip
-PEERS = METHODS[3:]
+PEERS = METHODS[4:]
 BASE = "torchdiffeq naive"
 DRAWN_TARGETS = tuple(10 ** (-k / 8) for k in range(8, 73))
 LINES: dict[str, dict[str, Any]] = {
     "MALI": {"linewidth": 2.4, "zorder": 5},
+    "MALI compiled": {"linewidth": 2.0, "linestyle": ":", "zorder": 5},
     "ACA": {"linewidth": 1.6},
     "naive": {"linewidth": 1.6},
     **{name: {"linewidth": 1.3, "linestyle": "--"} for name in PEERS},
@@ -50,7 +51,8 @@ benchmarks.report`; every number on this page, and every sentence about who is f
 [benchmarks/records/suite](../benchmarks/records/suite), which hold all samples.
 
 - **MALI**, **ACA** and **naive** are ours. With tolerances, MALI is `odeint(gradient="mali")` with the solver that it
-  chooses by itself, the others take Dopri5; fixed steps are those of ALF.
+  chooses by itself, the others take Dopri5; fixed steps are those of ALF. **MALI compiled** is the same with
+  `compile=True`: what it takes to compile is not counted, its memory is that of torch's allocator.
 - **torchdiffeq** (naive and adjoint), **torchode** (plain autograd) and **diffrax** (its default, recursive
   checkpoints, and backsolve) take Dopri5 with tolerances. With fixed steps they take methods of order 2 with two
   evaluations in a step, the midpoint rule or (torchode) Heun's. **TorchDiffEqPack MALI** is the code of the paper.

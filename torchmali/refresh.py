@@ -82,9 +82,9 @@ class Refresher:
     ) -> tuple[Attempt, Residuals]:
         """A step of the solver, and its residuals."""
         assert isinstance(self.solver, Leapfrog)
-        residuals: Residuals = []
+        residuals: Residuals = [*self.values]
         attempt = self.solver.step_with_residuals(f, t0, t1, state, carry, adaptive, residuals, keeps_stages)
-        return attempt, residuals
+        return attempt, residuals[len(self.values) :]
 
     def alternation(self, residuals: Residuals, z: Tensors, h: float, eps: float) -> Tensor:
         """A 0-d tensor that is negative or nan if f - v alternates in some row (nan: too large to tell).

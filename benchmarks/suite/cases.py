@@ -8,13 +8,15 @@ from typing import Any
 from benchmarks.suite.driver import Bench, Case, Failure, rounds
 
 JAX_IS_SLOW = ("W3",)  # convolutions: minutes where torch takes seconds
+CONVOLUTIONS = ("W3", "odenet")  # machine code has nothing to gain there
 Row = dict[str, Any]
 
 
 def methods_for(bench: Bench, problem: str, without: Sequence[str] = ()) -> list[str]:
     """The methods that are there and can solve this problem in bearable time."""
     slow = [name for name in bench.methods if name.startswith("diffrax")] if problem in JAX_IS_SLOW else []
-    return [name for name in bench.methods if name not in (*without, *slow)]
+    idle = ["MALI compiled"] if problem in CONVOLUTIONS else []
+    return [name for name in bench.methods if name not in (*without, *slow, *idle)]
 
 
 def row_of(

@@ -21,7 +21,7 @@ SMOKE = {"rtol": 1e-2, "n_times": [2, 5], "too_slow": 1.5}
 def measure(bench: Bench, problem: str, settings: Any) -> dict[str, Any]:
     """A method that took longer than too_slow is not run with more output times."""
     rows = []
-    for method in methods_for(bench, problem):
+    for method in methods_for(bench, problem, without=["MALI compiled"]):
         for n in settings["n_times"]:
             how = {"rtol": settings["rtol"], "atol": settings["rtol"] / 10, "n_times": n}
             case, row = row_of(bench, problem, method, how, memory=False)

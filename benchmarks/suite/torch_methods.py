@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import math
+import time
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import torchmali as tm
+from benchmarks.harness import allocated_peak
 from benchmarks.suite.problems import Problem
 from torchmali.measure import LiveBytes
 
@@ -42,7 +44,7 @@ class Ops:
         """Return fn(y) and cotangent^T dfn/dy, with a graph where one is being recorded."""
         keep = torch.is_grad_enabled()
         with torch.enable_grad():
-            y = y if keep and y.requires_grad else y.detach().requires_grad_()
+            y = y if keep and y.requires_grad else (y if keep else y.detach()).requires_grad_()
             out = fn(y)
             (found,) = torch.autograd.grad(out, y, cotangent, create_graph=keep)
         return (out, found) if keep else (out.detach(), found)
@@ -90,13 +92,14 @@ class Timed(nn.Module):
 # Methods: each takes the problem, its output times and the tolerances or the number of steps.
 
 
-def ours(times: Tensor, how: Mapping[str, Any], gradient: str) -> Solve:
+def ours(times: Tensor, how: Mapping[str, Any], gradient: str, compiles: bool = False) -> Solve:
     """Our odeint, with the choices that it makes by default for this gradient method; fixed steps are those of ALF."""
     if "steps" in how:
         methods = {"mali": tm.MALI(), "aca": tm.ACA(), "naive": tm.Naive()}
         controller = tm.FixedStep(float(times[-1]) / how["steps"])
-        return lambda f, y: tm.solve(f, y, times, controller=controller, gradient=methods[gradient]).y
-    return lambda f, y: tm.odeint(f, y, times, rtol=how["rtol"], atol=how["atol"], gradient=gradient)
+        return lambda f, y: tm.solve(f, y, times, controller=controller, gradient=methods[gradient], compile=compiles).y
+    tolerances = {"rtol": how["rtol"], "atol": how["atol"]}
+    return lambda f, y: tm.odeint(f, y, times, **tolerances, gradient=gradient, compile=compiles)
 
 
 def theirs(times: Tensor, how: Mapping[str, Any], solve: Any) -> Solve:
@@ -155,6 +158,7 @@ def their_mali(times: Tensor, how: Mapping[str, Any]) -> Solve:
 
 METHODS: dict[str, Callable[[Tensor, Mapping[str, Any]], Solve]] = {
     "MALI": lambda times, how: ours(times, how, "mali"),
+    "MALI compiled": lambda times, how: ours(times, how, "mali", compiles=True),
     "ACA": lambda times, how: ours(times, how, "aca"),
     "naive": lambda times, how: ours(times, how, "naive"),
     "torchdiffeq naive": lambda times, how: theirs(times, how, torchdiffeq.odeint),
@@ -162,6 +166,7 @@ METHODS: dict[str, Callable[[Tensor, Mapping[str, Any]], Solve]] = {
     "torchode": torchode,
     "TorchDiffEqPack MALI": their_mali,
 }
+COMPILED = {"MALI compiled": "MALI"}  # methods that do not call f for each evaluation, and those that count for them
 LIMIT = "eager limit"  # the fixed-step method that only evaluates
 
 
@@ -174,7 +179,7 @@ def missing() -> dict[str, str]:
 class Case:
     """One problem with one method and setting, ready to be run over and over."""
 
-    compile_seconds = None
+    compile_seconds: float | None = None
 
     def __init__(self, problem: Problem, method: str, how: Mapping[str, Any], dtype: str):
         self.f = Field(problem, getattr(torch, dtype))
@@ -184,6 +189,11 @@ class Case:
         self.solve = None if method == LIMIT else METHODS[method](self.times, how)
         self.y = self.y0
         self.forward = 0  # evaluations in the forward pass of the last run
+        self.of_problem = problem, how, dtype
+        if method in COMPILED:
+            start = time.perf_counter()
+            self.run()
+            self.compile_seconds = time.perf_counter() - start
 
     def run(self) -> None:
         """Zero the gradients, solve, and differentiate the loss by y0 and all parameters."""
@@ -212,10 +222,15 @@ class Case:
         """Evaluations of both passes, which are always known."""
         before = CALLS[0]
         self.run()
+        if self.method in COMPILED:
+            problem, how, dtype = self.of_problem
+            return Case(problem, COMPILED[self.method], how, dtype).counts()
         return {"forward": self.forward, "backward": CALLS[0] - before - self.forward}
 
     def peak_bytes(self) -> int:
         """Peak bytes of live tensors; the case has been run before."""
+        if self.method in COMPILED:
+            return allocated_peak(self.run)
         with LiveBytes() as live:
             self.run()
         return live.peak

@@ -18,6 +18,7 @@ COLORS = {  # by label of a method; labels are those of experiments/methods.py w
     "torchdiffeq adjoint": "#4a4a4a",
     "ACA": "#d98c21",
     "MALI": "#1f5fa8",
+    "MALI compiled": "#3a86c8",
     "MALI, free steps": "#3a86c8",
     "MALI float32": "#6fa3dc",
     "MALI as published": "#7fb2e5",

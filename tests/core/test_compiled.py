@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ import torchmali as tm
 from tests.compiled_fields import MAKERS, REFUSED, Case, of, start
 from torchmali.compiled import loops, solve, traits
 from torchmali.compiled.faster import tanh
+from torchmali.engine import FixedStepState, SolveStart
 
 HOW: dict[str, Any] = {"controller": tm.FixedStep(0.1)}
 CALM: dict[str, Any] = {"solver": tm.ALF(refresh="never")}  # for fields that contract a little
@@ -55,8 +58,12 @@ def assert_as_eager(case: Case, times: list[float], tolerance: float = 1e-12, **
         assert (x is None) == (y is None)
         if x is not None and y is not None:
             assert (x - y).norm() <= (tolerance if is_double else 1e-5) * y.norm()
-    counts = ("n_steps", "n_evals_forward", "n_evals_backward", "n_vjps", "n_refreshes", "h_min", "h_max")
+    counts = ("n_steps", "n_rejected", "n_evals_forward", "n_evals_backward", "n_vjps", "n_refreshes")
     assert [getattr(stats, name) for name in counts] == [getattr(eager, name) for name in counts]
+    is_adaptive = {**HOW, **how}["controller"].adaptive
+    for name in ("h_min", "h_max"):  # an adaptive h follows an error estimate, a small difference
+        size = getattr(eager, name)
+        assert abs(getattr(stats, name) - size) <= ((1e-7 if is_double else 1e-3) * size if is_adaptive else 0)
 
 
 def n_new(run: Callable[[], Any]) -> int:
@@ -92,6 +99,73 @@ def test_two_pieces_of_code_serve_all_step_sizes(interpreted, monkeypatch):
     assert len(made) == 2
 
 
+ADAPTIVE = [tm.ALF(), tm.ALF(order=4), tm.ALF(order=4, evals=5), tm.ALF(order=6), tm.ALF(order=6, evals=14)]
+
+
+@pytest.mark.parametrize("name", ["dict_of_two", "time_dependent"])
+def test_adaptive_steps_are_those_of_eager_solves_and_one_trace_serves_all(name, interpreted):
+    case, n_rejected = MAKERS[name](), 0
+
+    def solve_all() -> None:
+        for solver in ADAPTIVE:
+            for controller in (tm.AdaptiveStep(1e-2, 1e-3), tm.AdaptiveStep(1e-4, 1e-5, h0=0.5, land=True)):
+                for times in TIMES[:2]:
+                    assert_as_eager(case, times, solver=solver, controller=controller)
+
+    assert n_new(solve_all) == 1
+    n_rejected = numbers(case, [0.0, 1.0], controller=tm.AdaptiveStep(1e-5, 1e-6, h0=0.5), compile=True)[1].n_rejected
+    assert n_rejected > 0
+
+
+@pytest.mark.parametrize("solver", ADAPTIVE, ids=repr)
+def test_adaptive_steps_renew_v_where_eager_ones_do(solver, interpreted):
+    case = Case(lambda t, y: -8 * y + torch.sin(t), start())
+    how: Any = {"solver": solver, "controller": tm.AdaptiveStep(1e-3, 1e-4)}
+    for times in ([0.0, 2.0], [0.0, 0.3, 0.31, 0.32, 2.0]):
+        assert_as_eager(case, times, **how)
+    assert numbers(case, [0.0, 2.0], compile=True, **how)[1].n_refreshes > 0
+
+
+@pytest.mark.parametrize(
+    "controller",
+    [
+        tm.AdaptiveStep(1e-4, 1e-5, norm=lambda e: torch.stack([x.abs().max() for x in e]).max()),
+        tm.AdaptiveStep(1e-4, 1e-5, beta=0.4, safety=0.7, max_factor=2.0, h_max=0.2),
+        tm.AdaptiveStep({"q": 1e-4, "p": math.inf}, {"q": 0.0, "p": 1.0}),
+        tm.AdaptiveStep({"q": 1e-3, "p": 1e-5}, 1e-6),
+    ],
+    ids=["norm", "PI", "one leaf", "each leaf"],
+)
+def test_adaptive_controllers_of_other_kinds(controller, interpreted):
+    case = MAKERS["dict_of_two"]()
+    for solver in (tm.ALF(), tm.ALF(order=4, evals=5)):
+        assert_as_eager(case, [0.0, 0.8], solver=solver, controller=controller)
+
+
+def test_what_adaptive_solves_say_is_what_eager_ones_say(interpreted):
+    case = MAKERS["time_dependent"]()
+    for controller in (tm.AdaptiveStep(1e-6, 1e-7, max_steps=3), tm.AdaptiveStep(1e-6, 1e-7, h_min=0.3)):
+        said = []
+        for compiles in (False, True):
+            with pytest.raises((tm.StepLimitError, tm.StepUnderflowError)) as error:
+                tm.solve(case.f, case.y0, [0.0, 3.0], controller=controller, compile=compiles)
+            said.append(str(error.value))
+        assert said[0] == said[1]
+
+
+def test_sums_of_observations_are_those_of_eager_solves(interpreted):
+    case = MAKERS["mlp"]()
+    w = torch.linspace(0.5, 1.5, 6, dtype=torch.float64, requires_grad=True)
+    found = []
+    for compiles in (False, True):
+        for controller in (tm.FixedStep(0.1), tm.AdaptiveStep(1e-4, 1e-5)):
+            how: Any = {"observe": lambda t, y: (t * w * y**2).sum(), "controller": controller, "compile": compiles}
+            observed = tm.solve(case.f, case.y0, [0.0, 0.2, 0.5, 0.55, 1.0], **how).observed
+            found.append([observed.detach(), *torch.autograd.grad(observed, [w, case.y0, *case.params])])
+    for eager, compiled in (found[::2], found[1::2]):
+        assert all((x - y).norm() <= 1e-12 * x.norm() for x, y in zip(eager, compiled, strict=True))
+
+
 QUICK = (
     "convolutions attention shared_parameters weight_norm dict_of_two two_dtypes trace_by_autograd trace_by_vjp "
     "further_arguments constant of_a_number own_function lent_parameters mapped buffers"
@@ -110,6 +184,15 @@ def test_fields_of_many_kinds(name, interpreted):
 @pytest.mark.parametrize("name", MAKERS)
 def test_fields_of_many_kinds_as_machine_code(name):
     assert_as_eager(MAKERS[name](), [0.0, 0.4, 1.0], **CALM)
+    assert_as_eager(MAKERS[name](), [0.0, 1.0], controller=tm.AdaptiveStep(1e-3, 1e-4))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MAKERS)
+def test_fields_of_many_kinds_in_adaptive_steps(name, interpreted):
+    for solver in ADAPTIVE:
+        for times in ([0.0, 1.0], [1.0, 0.7, 0.2]):
+            assert_as_eager(MAKERS[name](), times, solver=solver, controller=tm.AdaptiveStep(1e-3, 1e-4))
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -133,21 +216,26 @@ def test_what_cannot_be_compiled_is_solved_eagerly_with_one_warning(name, interp
             assert all(map(torch.equal, case.f.buffers(), after))
 
 
+class Halved(tm.StepController):
+    """Steps of a size of its own choosing."""
+
+    def begin(self, start: SolveStart) -> FixedStepState:
+        return FixedStepState(0.05, start)
+
+
 @pytest.mark.parametrize(
     ("how", "reason"),
     [
-        ({"controller": tm.AdaptiveStep()}, "AdaptiveStep chooses its steps"),
+        ({"controller": Halved()}, "neither FixedStep nor an adaptive controller"),
         ({"solver": tm.ALF(eta=0.9)}, "not an undamped leapfrog"),
-        ({"solver": tm.ALF(refresh=3)}, "renews v every 3 steps"),
         ({"solver": tm.Reversible()}, "not an undamped leapfrog"),
         ({"gradient": tm.ACA()}, "ACA"),
         ({"gradient": tm.MALI(exact=True)}, "exact"),
         ({"gradient": tm.MALI(checkpoint_every=3)}, "checkpoint"),
         ({"jumps": [0.5]}, "jumps="),
-        ({"observe": lambda t, y: y.sum()}, "only y at the output times"),
-        ({"controller": tm.FixedStep(0.1, land=False)}, "land=False"),
+        ({"event": lambda t, y: y.sum() - 100, "on_no_event": "flag"}, "look at every step"),
     ],
-    ids=["adaptive", "damped", "refresh", "pair", "ACA", "exact", "checkpoints", "jumps", "observe", "land"],
+    ids=["controller", "damped", "pair", "ACA", "exact", "checkpoints", "jumps", "event"],
 )
 def test_other_solves_say_why_they_run_eagerly(how, reason, interpreted):
     case = MAKERS["mlp"]()
@@ -288,13 +376,16 @@ def test_a_first_value_that_differs_is_refused(interpreted, monkeypatch):
 
 
 @pytest.mark.parametrize("solver", [tm.ALF(), tm.ALF(order=4), tm.ALF(order=4, evals=5)], ids=repr)
-def test_a_field_that_contracts_is_solved_eagerly_with_a_word(solver, interpreted):
+def test_v_is_renewed_between_compiled_runs(solver, interpreted):
     case = Case(lambda t, y: -30 * y + torch.sin(t), start())
-    how: Any = {"solver": solver, "controller": tm.FixedStep(0.02 * solver.n_reflects)}
-    with pytest.warns(tm.SolverWarning, match="v has to be renewed"):
-        found, stats = numbers(case, [0.0, 2.0], compile=True, **how)
-    wanted, eager = numbers(case, [0.0, 2.0], **how)
-    assert all(map(torch.equal, found, wanted)) and stats.n_refreshes == eager.n_refreshes > 0  # pyright: ignore
+    how: Any = {"solver": solver, "controller": tm.FixedStep(0.01 * solver.n_reflects)}
+    for _ in range(2):  # the second solve knows that f contracts
+        assert_as_eager(case, [0.0, 0.7, 2.0], **how)
+    assert numbers(case, [0.0, 2.0], compile=True, **how)[1].n_refreshes > 0
+    calmer = Case(lambda t, y: -8 * y + torch.sin(t), start())
+    how["controller"] = replace(how["controller"], land=False)
+    assert_as_eager(calmer, [0.0, 0.7, 2.0], **how)
+    assert_as_eager(calmer, [0.0, 0.7], **{**how, "solver": replace(solver, refresh=3)})
 
 
 def test_drift_is_made_good(interpreted):
@@ -311,8 +402,12 @@ def test_drift_is_made_good(interpreted):
 
 
 def test_a_solution_that_is_not_finite_is_an_error_without_a_warning(interpreted):
-    with pytest.raises(tm.NonFiniteError, match="first seen"):
-        tm.solve(lambda t, y: y**3, 100 * start(), [0.0, 1.0], compile=True, **HOW)
+    for controller in (tm.FixedStep(0.1), tm.AdaptiveStep()):
+        with pytest.raises((tm.NonFiniteError, tm.StepUnderflowError)) as eager:
+            tm.solve(lambda t, y: y**3, 100 * start(), [0.0, 1.0], controller=controller)
+        with pytest.raises(type(eager.value)) as compiled:
+            tm.solve(lambda t, y: y**3, 100 * start(), [0.0, 1.0], controller=controller, compile=True)
+        assert str(compiled.value) == str(eager.value)
 
 
 class Holder:
@@ -419,6 +514,9 @@ def test_machine_code_of_one_field():
         warnings.simplefilter("error")
         assert_as_eager(case, [0.0, 1.0])
         assert n_new(lambda: [assert_as_eager(case, [0.0, 0.3, 2.0], solver=tm.ALF(order=4)) for _ in range(2)]) == 0
+        for rtol, solver in ((1e-3, tm.ALF()), (1e-5, tm.ALF(order=4, evals=5)), (1e-6, tm.ALF(order=6, evals=14))):
+            how: Any = {"solver": solver, "controller": tm.AdaptiveStep(rtol, rtol / 10)}
+            assert n_new(lambda how=how: assert_as_eager(case, [0.0, 0.3, 2.0], **how)) == 0
 
 
 @pytest.mark.slow
@@ -428,4 +526,7 @@ def test_machine_code_in_single_precision_and_with_every_solver():
     assert isinstance(case.f, nn.Module)
     f = case.f.float()
     y0 = case.y0.detach().float().requires_grad_()
-    assert_as_eager(Case(f, y0, params=tuple(f.parameters())), [0.0, 1.0])
+    for controller in (tm.FixedStep(0.1), tm.AdaptiveStep(1e-2, 1e-3), tm.AdaptiveStep(1e-3, 1e-4)):
+        for solver in (tm.ALF(), tm.ALF(order=4, evals=5)):
+            single = Case(f, y0, params=tuple(f.parameters()))
+            assert_as_eager(single, [0.0, 1.0], solver=solver, controller=controller)

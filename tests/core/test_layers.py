@@ -57,6 +57,8 @@ LAYERS = [  # a module may import those named before it
     "compiled.table",
     "compiled.capture",
     "compiled.loops",
+    "compiled.attempts",
+    "compiled.leapfrog",
     "loop.floats",
     "loop.fixed_point",
     "integrate",

@@ -14,13 +14,15 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.linalg import vector_norm
 
+from torchmali.compiled.attempts import Attempts, tolerance_of
 from torchmali.compiled.capture import Subject, capture
+from torchmali.compiled.leapfrog import Code, CompiledLeapfrog, Outside, agrees
 from torchmali.compiled.loops import Form, Loops
 from torchmali.compiled.recording import CallRecorder, NotCompiledError
 from torchmali.compiled.table import plan_of
 from torchmali.compiled.traits import obstacle
+from torchmali.controllers import AdaptiveStep, rms_norm
 from torchmali.copies import copied
 from torchmali.field.environment import in_forward_pass
 from torchmali.field.evaluate import Field
@@ -29,18 +31,13 @@ from torchmali.gradients.direct import BackwardPath, Moves, NotDirectError, plai
 from torchmali.gradients.replay import ReplayGradient
 from torchmali.loop.schedule import Schedule
 from torchmali.outputs.stored import StoredOutputs
-from torchmali.refresh import N_VALUES, Refresher
+from torchmali.refresh import N_VALUES
 from torchmali.solvers.cotangent import Cotangent
 from torchmali.solvers.leapfrog import Leapfrog
 from torchmali.state.floats import Floats
-from torchmali.state.vectors import Tensors, add_, added, eps_of, first_non_finite
+from torchmali.state.vectors import Tensors, add_
 
 MANY = 64  # loops that are remembered; beyond this the oldest are forgotten
-ALTERNATES = (
-    "v has to be renewed, and that is done by the eager loop: f contracts (docs/limits.md). "
-    'With refresh="never" it is compiled, and may be less accurate'
-)
-ROUNDINGS = 1e4  # of f(t0, y0): by so many of them the loop's value may differ
 
 
 def solve_compiled(method: ReplayGradient, problem: Problem) -> Solved:
@@ -48,18 +45,32 @@ def solve_compiled(method: ReplayGradient, problem: Problem) -> Solved:
     reason = obstacle(problem)
     if reason is not None:
         raise NotCompiledError(reason)
-    schedule = plain_schedule(problem)
-    if schedule is None:
-        raise NotCompiledError("its steps are not planned")
     first = _evaluate_first(problem)
-    looks = isinstance(problem.solver, Leapfrog) and problem.solver.refresh_policy == "auto"
-    moves = CompiledMoves(_loops_of(problem, first), first, looks)
-    if problem.wants_gradient and any([x.grad_fn is not None for x in moves.saved]):
+    loops = _loops_of(problem, first)
+    tensors, places = (_only(x, loops.event.used) for x in (first.outside, first.places))
+    outside = Outside(places, [x for x, place in zip(tensors, places, strict=True) if place is None])
+    if problem.wants_gradient and any([x.grad_fn is not None for x in outside.saved]):
         raise NotCompiledError("f reads a tensor that was computed outside it, and is not among its parameters")
-    try:
-        return solve_directly(method, problem._replace(field=first.field.settled()), schedule, moves)
-    except NotDirectError:
-        raise NotCompiledError("") from None  # without a word: what is amiss is told by the eager solve
+    problem = problem._replace(field=first.field.settled())
+    schedule, behaviour = plain_schedule(problem), problem.field.behaviour
+    if schedule is not None and (behaviour is None or behaviour.is_calm):
+        looks = isinstance(problem.solver, Leapfrog) and problem.solver.refresh_policy == "auto"
+        try:
+            return solve_directly(method, problem, schedule, CompiledMoves(loops, outside, first.u, looks))
+        except NotDirectError:
+            problem.field.is_restless()
+            problem = problem._replace(field=first.field.settled(), outputs=problem.outputs.again())
+    return ReplayGradient.solve(method, problem._replace(solver=_compiled_solver(problem, loops, outside, first.u)))
+
+
+def _compiled_solver(problem: Problem, loops: Loops, outside: Outside, first_value: Tensors) -> CompiledLeapfrog:
+    solver, controller, sizes = problem.solver, problem.controller, [z.numel() for z in problem.z0]
+    assert isinstance(solver, Leapfrog)
+    if isinstance(controller, AdaptiveStep) and type(controller) is AdaptiveStep and controller.norm is rms_norm:
+        judges, tolerance = True, tolerance_of(sizes, controller.rtol, controller.atol)
+    else:
+        judges, tolerance = False, tolerance_of(sizes, [0.0] * len(sizes), [0.0] * len(sizes))
+    return CompiledLeapfrog.of(solver, Code(loops, Attempts(loops), outside, first_value, tolerance), judges)
 
 
 class First(NamedTuple):
@@ -190,75 +201,39 @@ def _only(x: Sequence[Any], wanted: Sequence[bool]) -> list[Any]:
 
 
 class CompiledMoves(Moves):
-    """The steps of a schedule, taken by compiled loops.
+    """The steps of a schedule, taken by compiled loops."""
 
-    outside: what f reads beside its arguments, each a place in theta, or a number of `saved`.
-    """
-
-    def __init__(self, loops: Loops, first: First, looks: bool):
-        self.loops, self.looks, self.first_value = loops, looks, first.u
-        tensors, places = (_only(x, loops.event.used) for x in (first.outside, first.places))
-        self.places: Sequence[int | None] = places
-        self.saved = [x for x, place in zip(tensors, places, strict=True) if place is None]
+    def __init__(self, loops: Loops, outside: Outside, first_value: Tensors, looks: bool):
+        self.loops, self.looks, self.outside, self.first_value = loops, looks, outside, first_value
+        self.saved = outside.saved
 
     def with_saved(self, saved: Sequence[Tensor]) -> Moves:
-        return copied(self, saved=saved, first_value=())
-
-    def _outside(self, field: Field) -> list[Tensor]:
-        others = iter(self.saved)
-        return [(next(others) if place is None else field.theta[place]).detach() for place in self.places]
+        return copied(self, saved=saved, outside=self.outside._replace(saved=saved), first_value=())
 
     def forward(self, problem: Problem, schedule: Schedule) -> tuple[StoredOutputs, Floats]:
         loops, field, times, outputs = self.loops, problem.field, problem.times, problem.outputs
         assert isinstance(outputs, StoredOutputs) and isinstance(problem.solver, Leapfrog)
-        plan, outside = plan_of(problem.solver, schedule, tuple(times)), self._outside(field)
+        plan, outside = plan_of(problem.solver, schedule, tuple(times)), self.outside.tensors(field)
         z0 = tuple([z.detach() for z in problem.z0])
         outputs.record(0, times[0], z0)
         values: Sequence[Tensor] = loops.zero_state * N_VALUES if self.looks else ()
         z, v, values, _ = loops.forward(plan.start, plan.first, z0, loops.zero_state, values, outside)
-        self._compare(v)
+        if not agrees(v, self.first_value):
+            raise NotDirectError
         for leg in plan.forward:
             for piece in leg.pieces:
                 z, v, values, alternates = loops.forward(piece, plan.first, z, v, values, outside)
                 if alternates is not None and alternates.item():
-                    self._judge(problem, schedule, z, v, values, leg.rest if leg is plan.forward[-1] else None)
+                    raise NotDirectError
             add_(z, v, leg.rest)
             assert leg.output is not None
             outputs.record(leg.output, times[leg.output], z)
         field.count(plan.n_reflects)
         return outputs, Floats(z, v)
 
-    def _judge(
-        self, problem: Problem, schedule: Schedule, z: Tensors, v: Tensors, values: Sequence[Tensor], rest: float | None
-    ) -> None:
-        """Raise, as f - v alternates: unless it is the late look of a short solve, and there is nothing to tell.
-
-        rest: the drift that is left to the end of the solve.
-        """
-        n, n_steps = len(z), schedule.n_steps
-        if first_non_finite((*z, *v)) is not None:
-            raise NotDirectError
-        refresher = Refresher(problem.solver, False, range(n), n_steps)
-        if rest is None or refresher.first < n_steps:
-            raise NotCompiledError(ALTERNATES)
-        refresher.after_steps(n_steps - 1, ())
-        h = problem.times[-1] - schedule.runs[-1].times[-2]
-        residuals = [tuple(values[i * n : (i + 1) * n]) for i in range(N_VALUES)]
-        if not refresher.alternation(residuals, added(z, v, rest), h, 0.0).item() >= 0:
-            raise NotDirectError
-
-    def _compare(self, v: Tensors) -> None:
-        """Compare the loop's f(t0, z0) with that of f itself."""
-        for x, y in zip(v, self.first_value, strict=True):
-            difference, size = vector_norm(x - y), vector_norm(y)
-            if not bool(difference <= ROUNDINGS * eps_of(x.dtype) * size):
-                if bool(torch.isfinite(y).all()):
-                    raise NotCompiledError("f returns other numbers than its trace does: it has a state of its own")
-                raise NotDirectError
-
     def backward(self, back: BackwardPath) -> tuple[Cotangent, Floats, Floats]:
         loops, n, f = self.loops, len(back.z0), back.f
-        plan, outside = plan_of(back.solver, back.schedule, tuple(back.times)), self._outside(f)
+        plan, outside = plan_of(back.solver, back.schedule, tuple(back.times)), self.outside.tensors(f)
         state = [*back.end.point, *back.end.slope, *loops.fresh_zeros(), *loops.zero_state, *loops.zero_sums()]
         with torch.no_grad():
             for leg in plan.backward:
@@ -279,7 +254,7 @@ class CompiledMoves(Moves):
     def _gradients(self, field: Field, sums: Sequence[Tensor]) -> list[Tensor | None]:
         """dL/dtheta from the sums of a loop."""
         theta: list[Tensor | None] = [None] * len(field.theta)
-        moving = [place for place in self.places if place is not None]
+        moving = [place for place in self.outside.places if place is not None]
         for place, g in zip(moving, self.loops.gradients(sums), strict=True):
             theta[place] = g
         return theta

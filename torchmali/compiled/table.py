@@ -25,9 +25,11 @@ from torchmali.state.vectors import eps_of
 
 ROWS = 256  # of a table: a longer one is divided
 # Columns: t, e, alpha, beta; whether f - v is kept, and judged (0, OF_SEVERAL_STEPS or OF_ONE_STEP); the drift behind
-# the row, at the end of the step; what round-off explains, for float32 and for float64.
+# the row, at the end of the step; what round-off explains, for float32 and for float64. Backward: which reflect of its
+# step a row is, from 0 on, in place of the looks.
 WIDTH = 9
 T, E, ALPHA, BETA, KEEPS, JUDGES, REST, NOISE = range(8)
+STAGE = KEEPS
 FLOATS = (torch.float32, torch.float64)
 OF_SEVERAL_STEPS, OF_ONE_STEP = 1.0, 2.0
 
@@ -90,11 +92,10 @@ def _remembered(key: _Key) -> Plan:
     for runs in reversed(legs):
         rows, e = [], 0.0
         for run in reversed(runs):
-            e = _append_run_back(rows, solver, run, e)
+            e = _append_run_back(rows, solver, run.times, e)
         backward.append(Leg(_pieces(rows), e, runs[-1].output))
-    (start,) = _pieces([_row(times[0], 0.0, 1.0, 0.0)])
     n_reflects = schedule.n_steps * solver.n_reflects
-    return Plan(start, forward, backward, torch.zeros((), dtype=torch.int64), n_reflects)
+    return Plan(start_piece(times[0]), forward, backward, torch.zeros((), dtype=torch.int64), n_reflects)
 
 
 def _legs_of(runs: Sequence[Run]) -> list[list[Run]]:
@@ -107,19 +108,34 @@ def _legs_of(runs: Sequence[Run]) -> list[list[Run]]:
     return [leg for leg in found if leg]
 
 
-def _append_run(rows: list[list[float]], solver: Leapfrog, run: Run, e: float, n_kept: int) -> tuple[float, int]:
-    """Append the rows of a run that begins with a drift e; return the drift behind it, and how many f - v were kept."""
+def pieces_of(solver: Leapfrog, times: Sequence[float], n_observed: int) -> tuple[list[Piece], float]:
+    """Steps from each time to the next, of which so many of the last keep f - v; and the drift behind them."""
+    rows: list[list[float]] = []
+    rest = _append_steps(rows, solver, times, n_observed, 0.0)
+    return _pieces(rows), rest
+
+
+def _append_steps(
+    rows: list[list[float]], solver: Leapfrog, times: Sequence[float], n_observed: int, e: float
+) -> float:
+    """Append the rows of steps that begin with a drift e; return the drift behind them."""
     first, rest, observed = solver.scheme
-    n_steps = len(run.times) - 1
+    n_steps = len(times) - 1
     for i in range(n_steps):
-        t0, h = run.times[i], run.times[i + 1] - run.times[i]
-        keeps = n_steps - i <= run.n_observed
+        t0, h = times[i], times[i + 1] - times[i]
+        keeps = n_steps - i <= n_observed
         e = e + first * h
         for j, (node, c) in enumerate(rest):
-            is_kept = keeps and j in observed
-            n_kept += is_kept
-            rows.append(_row(t0 + node * h, e, 2.0, -1.0, is_kept))
+            rows.append(_row(t0 + node * h, e, 2.0, -1.0, keeps and j in observed))
             e = c * h
+    return e
+
+
+def _append_run(rows: list[list[float]], solver: Leapfrog, run: Run, e: float, n_kept: int) -> tuple[float, int]:
+    """Append the rows of a run that begins with a drift e; return the drift behind it, and how many f - v were kept."""
+    observed = solver.scheme.observed
+    e = _append_steps(rows, solver, run.times, run.n_observed, e)
+    n_kept += min(run.n_observed, len(run.times) - 1) * len(observed)
     if run.refresh.decides and n_kept >= N_VALUES:
         h = run.times[-1] - run.times[-2]
         noise = [_noise(dtype, abs(h)) for dtype in FLOATS]
@@ -134,20 +150,32 @@ def _noise(dtype: torch.dtype, h: float) -> float:
     return min(noise**2 * MAGNIFIED, LARGE)
 
 
-def _append_run_back(rows: list[list[float]], solver: Leapfrog, run: Run, e: float) -> float:
+def pieces_back(solver: Leapfrog, times: Sequence[float]) -> tuple[list[Piece], float]:
+    """Steps from each time to the next, taken back, and the drift before them."""
+    rows: list[list[float]] = []
+    rest = _append_run_back(rows, solver, times, 0.0)
+    return _pieces(rows), rest
+
+
+def start_piece(t: float) -> Piece:
+    """v = f(t, z), in both directions."""
+    return _pieces([_row(t, 0.0, 1.0, 0.0)])[0]
+
+
+def _append_run_back(rows: list[list[float]], solver: Leapfrog, times: Sequence[float], e: float) -> float:
     """Append the rows of a run taken back, behind a drift e; return the drift before it."""
     first, rest, _ = solver.scheme
-    for i in range(len(run.times) - 1, 0, -1):
-        t0, h = run.times[i - 1], run.times[i] - run.times[i - 1]
-        for node, c in reversed(rest):
-            rows.append(_row(t0 + node * h, e + c * h, 2.0, -1.0))
+    for i in range(len(times) - 1, 0, -1):
+        t0, h = times[i - 1], times[i] - times[i - 1]
+        for j, (node, c) in zip(reversed(range(len(rest))), reversed(rest), strict=True):
+            rows.append(_row(t0 + node * h, e + c * h, 2.0, -1.0, j))
             e = 0.0
         e = first * h
     return e
 
 
-def _row(t: float, e: float, alpha: float, beta: float, keeps: bool = False) -> list[float]:
-    return [t, e, alpha, beta, float(keeps), *[0.0] * (WIDTH - 5)]
+def _row(t: float, e: float, alpha: float, beta: float, keeps_or_stage: int = 0) -> list[float]:
+    return [t, e, alpha, beta, float(keeps_or_stage), *[0.0] * (WIDTH - 5)]
 
 
 def _pieces(rows: list[list[float]]) -> list[Piece]:

@@ -9,7 +9,6 @@ import torch
 from torchmali._torch import CAN_COMPILE, changes_in_training, hooks_of_module, is_compiled, is_wrapped
 from torchmali.controllers import FixedStep
 from torchmali.gradients.base import Problem
-from torchmali.outputs.stored import StoredOutputs
 from torchmali.solvers.leapfrog import Leapfrog
 
 
@@ -22,12 +21,10 @@ def obstacle(problem: Problem) -> str | None:
 
 def _of_call(problem: Problem) -> Iterator[str]:
     outputs, controller = problem.outputs, problem.controller
-    if type(controller) is not FixedStep:
-        yield f"{type(controller).__name__} chooses its steps as it goes (use FixedStep(h))"
-    elif not controller.land and len(problem.times) > 2:
-        yield "FixedStep(land=False) interpolates outputs (leave land=False out)"
-    if type(outputs) is not StoredOutputs:
-        yield "only y at the output times is compiled, no observe=, event=, dense=, outputs= or times of each sample"
+    if not controller.adaptive and type(controller) is not FixedStep:
+        yield f"{type(controller).__name__} is neither FixedStep nor an adaptive controller"
+    if not outputs.skips_steps:
+        yield "event= and dense= look at every step, and so may outputs="
     if problem.t is not None:
         yield "t requires a gradient"
     if problem.wants_code:
@@ -40,8 +37,6 @@ def _of_solver(problem: Problem) -> Iterator[str]:
     solver = problem.solver
     if not isinstance(solver, Leapfrog) or solver.eta != 1:
         yield f"{solver} is not an undamped leapfrog such as ALF()"
-    elif isinstance(solver.refresh_policy, int):
-        yield f"{solver} renews v every {solver.refresh_policy} steps"
 
 
 def _of_place(problem: Problem) -> Iterator[str]:

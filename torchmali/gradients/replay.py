@@ -115,7 +115,8 @@ class _Kept(NamedTuple):
     times: Sequence[Any]  # numbers
     events: Sequence[Event]
     stats: Stats
-    sizes: Sequence[int]  # numbers of saved tensors: t, z0, theta, those of the outputs, fixed ones, and snapshots
+    # Numbers of saved tensors: t, z0, theta, those of the outputs, fixed ones, those of the solver, and snapshots.
+    sizes: Sequence[int]
     forms: Sequence[Any]  # of the snapshots
 
 
@@ -132,16 +133,17 @@ class _Replay(torch.autograd.Function):
         ctx.graphs = None if recorder is None else _graphs(recorder, tape)
         n_checkpoints = len(tape.checkpoints)
         solved.stats.count(n_graphs=len(ctx.graphs or ()), n_checkpoints=n_checkpoints)
-        field, outputs, fixed = problem.field, problem.outputs, problem.field.fixed
+        field, outputs, solver = problem.field, problem.outputs, problem.solver
+        fixed, saved = field.fixed, solver.saved
         end, tape, _ = solved.integration
         assert isinstance(end, RewindableState)
         snapshots = [end.snapshot(), *tape.kept]
-        sizes = 1, len(problem.z0), len(field.theta), len(outputs.theta), len(fixed)
+        sizes = 1, len(problem.z0), len(field.theta), len(outputs.theta), len(fixed), len(saved)
         ctx.set_materialize_grads(False)
         ctx.kept = _Kept(
             method,
             field.without_tensors(),
-            problem.solver,
+            solver.with_saved(()),
             outputs.fresh(),
             outputs.times,
             tape.events,
@@ -149,19 +151,20 @@ class _Replay(torch.autograd.Function):
             [*sizes, *[len(snapshot.tensors) for snapshot in snapshots]],
             [snapshot.form for snapshot in snapshots],
         )
-        ctx.save_for_backward(*inputs, *fixed, *[x for snapshot in snapshots for x in snapshot.tensors])
+        ctx.save_for_backward(*inputs, *fixed, *saved, *[x for snapshot in snapshots for x in snapshot.tensors])
         return solved.results
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         method, field, solver, outputs, times, events, stats, sizes, forms = ctx.kept
         refuse_double_backward(type(method).__name__)
-        t, z0, theta, observer, fixed, *states = _split(ctx.saved_tensors, sizes)
+        t, z0, theta, observer, fixed, saved, *states = _split(ctx.saved_tensors, sizes)
         # Detached: an f that calls y.requires_grad_() leaves its mark.
         z0, *states = [tuple([x.detach() for x in leaves]) for leaves in (z0, *states)]
         end, *kept = map(Snapshot, states, forms)
         graphs, ctx.graphs = ctx.graphs, None
         f = field.with_tensors(theta, fixed, wants_t=ctx.needs_input_grad[3], graphs=graphs)
+        solver = solver.with_saved(saved)
         cotangents = OutputCotangents(outputs.with_tensors(observer, f.wants_t), times, grads)
         state = method.state.restore(end)
         passed = BackwardPass(f, solver, z0, cotangents, method.inverts, method.reruns)

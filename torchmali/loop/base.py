@@ -20,7 +20,7 @@ from torchmali.jumps import Jumps
 from torchmali.outputs.base import AcceptedStep, Outputs
 from torchmali.refresh import Refresher, RefreshPlan
 from torchmali.solution import Stats
-from torchmali.solvers.base import Attempt, InterpolatingSolver, Slope, Solver
+from torchmali.solvers.base import Attempt, InterpolatingSolver, RunningSolver, Slope, Solver
 from torchmali.solvers.leapfrog import Leapfrog, Residuals
 from torchmali.state.base import RewindableState, State
 from torchmali.state.traced import Traced
@@ -200,10 +200,11 @@ class Loop(Abstract):
     def measure(self, t1: Time, attempt: Attempt, residuals: Residuals, plan: RefreshPlan) -> Measured:
         ratio = alternation = None
         if isinstance(self.control, AdaptiveControllerState):
-            ratio = self.control.error_ratio(self.state, attempt)
+            ratio = self.control.error_ratio(self.state, attempt) if attempt.ratio is None else attempt.ratio
         if plan.decides:
-            h = number(t1 - self.t)
-            alternation = self.refresher.alternation(residuals, attempt.state.point, h, self.side_effects.eps)
+            h, found = number(t1 - self.t), attempt.alternation
+            eps = self.side_effects.eps
+            alternation = self.refresher.alternation(residuals, attempt.state.point, h, eps) if found is None else found
         return Measured(ratio, alternation)
 
     def accepts(self, t1: Time, attempt: Attempt, measured: Measured, error: float) -> bool:
@@ -216,11 +217,16 @@ class Loop(Abstract):
         """Go on from the end of an accepted attempt."""
         t, before = self.t, self.state
         k0, k1 = self.outputs.ends(t, t1)
-        self.tape.step(t, t1, k0, k1, before, self._closes(t1))
+        self.tape.step(t, t1, k0, k1, before, self._closes(t1), self._is_joined(t1))
         if self.job.locate:
             _raise_if_non_finite(attempt.state, at(t, t1))
         self.state, self.carry, self.t = attempt.state, attempt.carry, t1
         self.refresher.after_steps(1, residuals)
+
+    def _is_joined(self, t1: Time) -> bool:
+        """Whether a step to t1 can be taken back with the one before it."""
+        joins = isinstance(self.solver, RunningSolver) and self.solver.joins_steps
+        return joins and isinstance(self.tape.events[-1], Step) and not self.outputs.looks_inside(self.t, t1)
 
     def _closes(self, t1: Time) -> bool:
         """Whether no step begins with the slope at the end of a step to t1 (see tape.Step)."""

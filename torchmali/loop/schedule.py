@@ -62,7 +62,7 @@ def schedule_of(
     """The runs of a solve with n_steps steps of size h. ends_on_outputs: steps end on every output time."""
     if any([isinstance(t, Tensor) for t in times]) or max(n_steps, len(times)) > MANY:
         return _schedule(solver, h, times, ends_on_outputs, n_steps)
-    return _remembered(solver, h, tuple(times), ends_on_outputs, n_steps)
+    return _remembered(solver.value, h, tuple(times), ends_on_outputs, n_steps)
 
 
 def _schedule(solver: RunningSolver, h: float, times: Sequence[Time], ends_on_outputs: bool, n_steps: int) -> Schedule:

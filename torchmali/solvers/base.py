@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,6 +35,8 @@ class Attempt(NamedTuple):
     carry: Tensors | None = None  # f at the end of the step, if it is known: the next step begins with it
     stages: Sequence[Tensors] = ()  # slopes from which an interpolant is made
     start: Tensors | None = None  # f at the start of the step, if the step evaluated it
+    ratio: Tensor | None = None  # the error over the tolerance, if the step has worked it out,
+    alternation: Tensor | None = None  # and that of f - v (refresh.py)
 
 
 class StepBack(NamedTuple):
@@ -51,6 +53,12 @@ class StepBack(NamedTuple):
 
 class Solver(Abstract):
     """A one-step method. An immutable value: two solves never influence each other."""
+
+    saved: Sequence[Tensor] = ()  # what it reads beside the state, f's tensors and the fixed arguments
+
+    def with_saved(self, saved: Sequence[Tensor]) -> Solver:
+        """This solver for a backward pass, with `saved` as autograd kept it. (Until then it is without it.)"""
+        return self
 
     @property
     @abstractmethod
@@ -167,7 +175,17 @@ class AugmentedSolver(ReversibleSolver):
 
 
 class RunningSolver(ReversibleSolver):
-    """A reversible solver that can take several steps in one go."""
+    """A reversible solver that can take several steps in one go.
+
+    joins_steps: whether steps that were taken one by one are taken back in one go, too.
+    """
+
+    joins_steps: ClassVar[bool] = False
+
+    @property
+    def value(self) -> RunningSolver:
+        """The solver as a value that can be remembered: without tensors."""
+        return self
 
     @abstractmethod
     def run(

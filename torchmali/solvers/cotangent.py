@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -57,6 +57,13 @@ class Cotangent:
     @property
     def theta(self) -> list:
         return self.sums[len(self.z) :]
+
+    def replace(self, z: Sequence[Tensor], v: Sequence[Tensor], sums: Mapping[int, Tensor]) -> None:
+        """Take other tensors for dL/d(z, v), and for some of the sums, by their places."""
+        self.z, self.v = list(z), list(v)
+        self.sums[: len(self.z)] = self.z
+        for k, g in sums.items():
+            self.sums[k] = g
 
     def add_to_theta(self, grads: Sequence[Tensor | None]) -> None:
         """Add dL/dtheta of one step."""

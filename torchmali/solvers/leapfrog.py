@@ -430,7 +430,7 @@ class Leapfrog(AugmentedSolver, RunningSolver, InterpolatingSolver):
             state = state.unreflect(recorded.u, self.eta)
             del recorded
         _pull_drift(first, h, state.slope if f.wants_t else (), a)
-        _pull_start_of_inner(a, inner)
+        pull_start_of_inner(a, inner)
         return state.drift(-first * h)
 
     def _pull_with_stages(self, f: Field, step: StepBack, state: State, a: Cotangent) -> State:
@@ -471,7 +471,7 @@ class Leapfrog(AugmentedSolver, RunningSolver, InterpolatingSolver):
             self._pull_reflect(node, recorded, a, inner and inner.stages[len(passed) + 1])
             slope = v
         _pull_drift(self.scheme.first, h, slope if f.wants_t else (), a)
-        _pull_start_of_inner(a, inner)
+        pull_start_of_inner(a, inner)
 
     def _pull_inner(self, f: Field, step: StepBack, z: Tensors, stages: Sequence[Tensors]) -> InnerCotangents | None:
         if step.inside is None:
@@ -512,10 +512,10 @@ class _StageSum:
         if self.last % 2 == 0:
             return
         if j == 1:
-            self.first, self.sizes = added(u, v, -1.0), [_norms(x) for x in u]
+            self.first, self.sizes = added(u, v, -1.0), [norms(x) for x in u]
         elif j == self.last:
             difference = foreach_sub(added(u, v, -1.0), self.first)
-            rough = [_if_rough(*each) for each in zip(difference, self.sizes, u, strict=True)]
+            rough = [if_rough(*each) for each in zip(difference, self.sizes, u, strict=True)]
             foreach_add_(self.total, rough, alpha=1.0)
 
     def _add(self, j: int, u: Tensors) -> None:
@@ -530,13 +530,13 @@ class _StageSum:
         return combine(None, (h,), (tuple(self.total),))
 
 
-def _norms(x: Tensor) -> Tensor:
+def norms(x: Tensor) -> Tensor:
     return torch.linalg.vector_norm(rows(x), dim=1)
 
 
-def _if_rough(difference: Tensor, size: Tensor, u: Tensor) -> Tensor:
+def if_rough(difference: Tensor, size: Tensor, u: Tensor) -> Tensor:
     """The difference in rows in which it is more than half of f, 0 in the others."""
-    is_rough = _norms(difference) > ROUGH * torch.maximum(size, _norms(u))
+    is_rough = norms(difference) > ROUGH * torch.maximum(size, norms(u))
     n = difference.ndim
     return difference * is_rough.reshape([-1] * (n > 1) + [1] * (n - 1))
 
@@ -564,7 +564,7 @@ class Passed(NamedTuple):
     slope: Tensors  # v before it
 
 
-def _pull_start_of_inner(a: Cotangent, inner: InnerCotangents | None) -> None:
+def pull_start_of_inner(a: Cotangent, inner: InnerCotangents | None) -> None:
     """Add the shares that outputs inside a step have in z and v at its start."""
     if inner is None:
         return

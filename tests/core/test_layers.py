@@ -71,6 +71,8 @@ LAYERS = [  # a module may import those named before it
     "compiled.solve",
     "gradients.graphed",
     "gradients.mali",
+    "compiled.sites",
+    "compiled.in_graph",
     "solve",
     "torchdiffeq",
     "engine",

@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,9 @@ from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map as tree_map
 from torch.utils._pytree import tree_structure as tree_structure
 from torch.utils._pytree import tree_unflatten as tree_unflatten
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 PUBLIC = os.environ.get("TORCHMALI_PUBLIC_TORCH") == "1"
 
@@ -434,6 +437,15 @@ def is_made_in_trace(x: Any) -> bool:
     kinds = _imported("torch._dynamo.variables.base")
     known = _current_trace().output.side_effects.id_to_variable.get(id(x))
     return known is not None and isinstance(known.mutation_type, (kinds.AttributeMutationNew, kinds.ValueMutationNew))
+
+
+def constant_in_trace(function: Callable[P, R]) -> Callable[P, R]:
+    """A function that runs while the code that calls it is traced: its result is a constant of the graph.
+
+    The same is torch.compiler.assume_constant_result, which imports what takes a second.
+    """
+    vars(function)["_dynamo_marked_constant"] = True
+    return function
 
 
 def break_graph(reason: str) -> None:

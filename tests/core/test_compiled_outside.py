@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 
@@ -488,3 +490,9 @@ def test_second_derivatives_are_refused():
     grads = torch.autograd.grad(y.sum(), list(model.parameters()), create_graph=True)
     with pytest.raises(RuntimeError, match="no autograd formula"):
         grads[0].sum().backward()
+
+
+def test_the_compiler_is_not_imported_before_it_is_needed():
+    """It takes longer than all the rest of torch."""
+    code = "import sys, torchmali; sys.exit('torch._dynamo' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

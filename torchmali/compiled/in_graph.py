@@ -17,9 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchmali._torch import CAN_COMPILE, break_graph, has_running_statistics, is_made_in_trace, traced_changes
-from torchmali.compiled import sites
-from torchmali.compiled.sites import Place, Run, Site, add_site
+from torchmali._torch import (
+    CAN_COMPILE,
+    break_graph,
+    constant_in_trace,
+    has_running_statistics,
+    is_made_in_trace,
+    traced_changes,
+)
+from torchmali.compiled.sites import CHANGING, GENERATION, Place, Run, Site, add_site
 from torchmali.field.parameters import search_of
 
 
@@ -51,7 +57,7 @@ def in_graph(run: Run, likes: Run, subject: Any, holds: str, inputs: tuple) -> S
         names = tuple(parameters), tuple(buffers)
         tensors = [*tensors, *parameters.values(), *buffers.values()]
         modes = tuple([module.training for module in holder.modules()])  # `_site` looks at them: a guard for each
-    known = sites.generation  # a guard: `_site` is asked again when more is known
+    known = GENERATION[0]  # a guard: `_site` is asked again when more is known
     wants = tuple([torch.is_grad_enabled() and x.requires_grad for x in tensors])
     site = _site(
         run, likes, owner, method, holds, holder, (form, n_given, names, wants, device, modes, known), *objects
@@ -119,7 +125,7 @@ def _together(form: tuple, objects: Sequence[Any], tensors: Sequence[Tensor], nu
 # ---- What runs while a model is traced
 
 
-@torch.compiler.assume_constant_result
+@constant_in_trace
 def _site(
     run: Run, likes: Run, owner: Any, method: Any, holds: str, holder: nn.Module | None, how: tuple, *objects: Any
 ) -> int | str:
@@ -163,7 +169,7 @@ def _of_call(func: Any, objects: Sequence[Any]) -> Iterator[str]:
 
 
 def _of_modules(holder: nn.Module | None) -> Iterator[str]:
-    if holder in sites.CHANGING:
+    if holder in CHANGING:
         yield f"{type(holder).__name__} changes a buffer in place when it is evaluated"
     for module in () if holder is None else holder.modules():
         if module.training and has_running_statistics(module):

@@ -119,16 +119,16 @@ def _share_memory(x: Tensor, y: Tensor | None) -> bool:
 
 
 class Kept(bytearray):
-    """The memory of a ticket, and with it what a backward pass needs."""
+    """The memory of a ticket, and with it what a backward pass needs. edges: of the results."""
 
-    site: Site
-    tensors: Sequence[Tensor]
-    edges: Sequence[GradientEdge | None]  # of the results
+    def __init__(self, site: Site, tensors: Sequence[Tensor], edges: Sequence[GradientEdge | None]):
+        super().__init__(8)
+        self.site, self.tensors, self.edges = site, tensors, edges
 
 
 SITES: dict[int, Site] = {}
 CHANGING: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # those that turned out to change their buffers
-generation = 0  # of what is known: graphs of an older one are not used any more
+GENERATION = [0]  # of what is known about them: graphs of an older one are not used any more
 _KEPT: weakref.WeakValueDictionary[int, Kept] = weakref.WeakValueDictionary()
 _numbers = itertools.count(1)
 
@@ -140,7 +140,7 @@ def add_site(site: Site) -> int:
     SITES[number] = site
     subject = site.subject()
     if isinstance(subject, nn.Module):
-        weakref.finalize(subject, SITES.pop, number, None).atexit = False
+        weakref.finalize(subject, SITES.pop, number, None)
     return number
 
 
@@ -168,7 +168,6 @@ def _solve(tensors: list[Tensor], numbers: list[float], site: int) -> list[Tenso
 
 def _note_changes(site: Site, is_lost: bool) -> None:
     """f changes a buffer: graphs are made anew, with a break at its solves. is_lost: what it changed was a copy."""
-    global generation
     holder = site.holder()
     if is_lost or holder is None:
         raise IncompatibleError(
@@ -177,7 +176,7 @@ def _note_changes(site: Site, is_lost: bool) -> None:
         )
     if holder not in CHANGING:
         CHANGING.add(holder)
-        generation += 1
+        GENERATION[0] += 1
         warn(
             f"{type(holder).__name__} changes a buffer in place when it is evaluated, of which the graph of "
             "torch.compile around the solve does not know: what it reads there in this call may be the old value. From "
@@ -186,14 +185,12 @@ def _note_changes(site: Site, is_lost: bool) -> None:
 
 
 def _ticket(site: Site, tensors: Sequence[Tensor], results: Sequence[Tensor]) -> Tensor:
-    number = 0
-    memory = Kept(8)
-    if any([x.requires_grad for x in results]):
-        number = next(_numbers)
-        memory.site, memory.tensors = site, tensors
-        memory.edges = [get_gradient_edge(x) if x.requires_grad else None for x in results]
-        _KEPT[number] = memory
-    return torch.frombuffer(memory, dtype=torch.int64).fill_(number)
+    if not any([x.requires_grad for x in results]):
+        return torch.zeros(1, dtype=torch.int64)
+    number = next(_numbers)
+    kept = Kept(site, tensors, [get_gradient_edge(x) if x.requires_grad else None for x in results])
+    _KEPT[number] = kept
+    return torch.frombuffer(kept, dtype=torch.int64).fill_(number)
 
 
 def _solve_like(tensors: list[Tensor], numbers: list[float], site: int) -> list[Tensor]:

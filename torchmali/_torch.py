@@ -8,14 +8,15 @@ TORCHMALI_PUBLIC_TORCH=1 in the environment takes every public way. It is for te
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import threading
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +31,9 @@ from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map as tree_map
 from torch.utils._pytree import tree_structure as tree_structure
 from torch.utils._pytree import tree_unflatten as tree_unflatten
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 PUBLIC = os.environ.get("TORCHMALI_PUBLIC_TORCH") == "1"
 
@@ -400,9 +404,12 @@ def changes_in_training(module: nn.Module) -> str | None:
     """What a module of torch does in training mode beside returning something: why it is not compiled."""
     if isinstance(module, nn.modules.dropout._DropoutNd) and module.p:
         return "draws random numbers"
-    if isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats:
-        return "changes its running statistics"
-    return None
+    return "changes its running statistics" if has_running_statistics(module) else None
+
+
+def has_running_statistics(module: nn.Module) -> bool:
+    """Whether a module of torch is one that keeps statistics of what it gets in training mode."""
+    return isinstance(module, nn.modules.batchnorm._NormBase) and bool(module.track_running_stats)
 
 
 def is_compiled(func: Any) -> bool:
@@ -410,3 +417,61 @@ def is_compiled(func: Any) -> bool:
     if isinstance(func, nn.Module):
         return "_orig_mod" in vars(func).get("_modules", ())  # cheaper than an attribute that is not there
     return hasattr(func, "_torchdynamo_orig_callable")
+
+
+# ---- Inside of a model that torch.compile traces. Without a public way: solves are then breaks between graphs.
+
+
+def _current_trace() -> Any:
+    translator = _imported("torch._dynamo.symbolic_convert").InstructionTranslator
+    try:
+        return translator.current_tx()
+    except AttributeError:  # nothing is traced
+        return None
+
+
+def traced_changes() -> list[str] | None:
+    """The classes of what the code that is being traced has changed: objects, lists and dicts that it did not make.
+
+    The changes are made only when its graph has run. None: not known.
+    """
+    trace = _current_trace()
+    if trace is None:
+        return None
+    kinds = _imported("torch._dynamo.variables.base")
+    effects, made = trace.output.side_effects, (kinds.AttributeMutationNew, kinds.ValueMutationNew)
+    known = list(effects.id_to_variable.values())
+    changed = [x for x in known if not isinstance(x.mutation_type, made) and effects.is_modified(x)]
+    return sorted({x.python_type_name() for x in changed})
+
+
+def is_made_in_trace(x: Any) -> bool:
+    """Whether x stands for an object that the code which is being traced makes, and has no content yet."""
+    kinds = _imported("torch._dynamo.variables.base")
+    known = _current_trace().output.side_effects.id_to_variable.get(id(x))
+    return known is not None and isinstance(known.mutation_type, (kinds.AttributeMutationNew, kinds.ValueMutationNew))
+
+
+def constant_in_trace(function: Callable[P, R]) -> Callable[P, R]:
+    """A function that runs while the code that calls it is traced: its result is a constant of the graph.
+
+    The same is torch.compiler.assume_constant_result, which imports what takes a second.
+    """
+    vars(function)["_dynamo_marked_constant"] = True
+    return function
+
+
+def break_graph(reason: str) -> None:
+    """To be traced: an end of the graph. Where there must be one graph alone, torch raises an error with the reason."""
+    torch._dynamo.graph_break(msg=reason)
+
+
+@contextlib.contextmanager
+def autograd_again() -> Iterator[None]:
+    """Autograd sees operations also inside of one, where it does not."""
+    keys = torch._C.DispatchKey
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for key in (keys.AutogradFunctionality, keys.AutogradOther, keys.AutogradNestedTensor, keys.ADInplaceOrView):
+        excluded = excluded.remove(key)
+    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded):
+        yield

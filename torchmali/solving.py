@@ -13,7 +13,9 @@ import torch
 from torch import Generator, Tensor
 from torch.nn.parameter import is_lazy
 
+from torchmali._torch import break_graph
 from torchmali.code import Code
+from torchmali.compiled.in_graph import in_graph, is_followed, like_state
 from torchmali.compiled.recording import NotCompiledError
 from torchmali.controllers import AdaptiveStep, StepController
 from torchmali.errors import (
@@ -46,21 +48,52 @@ from torchmali.spans import OwnSpans, is_of_samples, own_spans
 from torchmali.state.vectors import Tensors, eps_of
 from torchmali.tree import Structure
 
+IN_GRAPH = {"solver", "controller", "gradient", "args", "buffers", "spans", "compile"}
 P = ParamSpec("P")
 R = TypeVar("R")
 LARGEST_RATIO = 100 * eps_of(torch.float32)  # of a time to the span above which f may not tell times apart
 
 
 def outside_graphs(run: Callable[P, R]) -> Callable[P, R]:
-    """Under torch.compile a solve is one break between graphs, not hundreds of pieces. (f may be compiled itself.)"""
+    """Under torch.compile a solve is one operation of the graph, if it can be, or else one break between graphs.
+
+    (f may be compiled itself.)
+    """
 
     @functools.wraps(run)
     def outside(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not torch.compiler.is_compiling():
+            return run(*args, **kwargs)
+        followed: Any = _in_graph
+        found = followed(*args, **kwargs) if is_followed() else None
+        if found is not None:
+            return found
         # Decided at the call: torch.compiler.disable imports what takes a second.
-        now: Any = torch.compiler.disable(run) if torch.compiler.is_compiling() else run
+        now: Any = torch.compiler.disable(run)
         return now(*args, **kwargs)
 
     return outside
+
+
+def _in_graph(func: Any, y0: Any, t: Any, **how: Any) -> Any:
+    """The solution with y alone, as an operation of the graph that torch.compile makes; None: it cannot be one."""
+    if not how.keys() <= IN_GRAPH:
+        return break_graph(f"torchmali: in a graph, solve has the options {sorted(IN_GRAPH)} alone (docs/compile.md).")
+    leaves = in_graph(_leaves, state_likes, func, "", (y0, t, how))
+    if leaves is None:
+        return None
+    times: Any = t if isinstance(t, Tensor) else torch.tensor(t, dtype=torch.float64)
+    stats: Any = None  # they are known when the graph has run
+    return Solution(times, Structure.of(y0).rebuild(leaves), stats)
+
+
+def _leaves(func: Callable, y0: Any, t: Any, how: dict[str, Any]) -> tuple[Tensor, ...]:
+    return Structure.of(y0).flatten(solve(func, y0, t, **how).y)
+
+
+def state_likes(func: Callable, y0: Any, t: Any, how: dict[str, Any]) -> list[Tensor]:
+    """Tensors like the leaves of y at all times."""
+    return [like_state(x, len(t)) for x in Structure.of(y0).flatten(y0)]
 
 
 @outside_graphs

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, ParamSpec
 
 import torch
 from torch import Tensor
 
 import torchmali.solvers.runge_kutta as rk
+from torchmali._torch import break_graph
+from torchmali.compiled.in_graph import in_graph, is_followed
 from torchmali.controllers import AdaptiveStep, FixedStep, StepController
 from torchmali.errors import InvalidOptionError, InvalidTimesError, UnknownMethodError
 from torchmali.events import Event
@@ -21,7 +24,7 @@ from torchmali.gradients.naive import Naive
 from torchmali.jumps import jump_times
 from torchmali.solvers.base import Solver
 from torchmali.solvers.leapfrog import ALF, leapfrog_for
-from torchmali.solving import solve
+from torchmali.solving import solve, state_likes
 from torchmali.tree import Structure
 
 # fmt: off
@@ -45,8 +48,33 @@ ADAPTIVE_OPTIONS = {  # torchdiffeq's name: ours
 # or below 1e-16 times as long (the least that a controller takes for a step); their number is limited in any case.
 FAR = 1e9  # times |t0|, or 1
 MANY_STEPS = 1_000_000  # of fixed size
+P = ParamSpec("P")
 
 
+def in_graphs(interface: Callable[P, Any]) -> Callable[P, Any]:
+    """Under torch.compile a call is one operation of the graph, if it can be (compiled/in_graph.py)."""
+
+    def leaves(func: Callable, y0: Any, t: Any, how: dict[str, Any]) -> tuple[Tensor, ...]:
+        call: Any = interface
+        return Structure.of(y0).flatten(call(func, y0, t, **how))
+
+    def operation(func: Any, y0: Any, t: Any, **how: Any) -> Any:
+        given = how.keys() & {"params", "adjoint_params", "event_fn"}
+        if given:
+            return break_graph(f"torchmali: odeint with {sorted(given)} is not part of a graph (docs/compile.md).")
+        found = in_graph(leaves, state_likes, func, "", (y0, t, how))
+        return None if found is None else Structure.of(y0).rebuild(found)
+
+    @functools.wraps(interface)
+    def call(*args: P.args, **kwargs: P.kwargs) -> Any:
+        followed: Any = operation
+        y = followed(*args, **kwargs) if is_followed() else None
+        return interface(*args, **kwargs) if y is None else y
+
+    return call
+
+
+@in_graphs
 def odeint(
     func: Callable,
     y0: Any,
@@ -102,6 +130,7 @@ def odeint(
     return solution.event_t, structure.rebuild([torch.stack([y[0], end]) for y, end in pairs])
 
 
+@in_graphs
 def odeint_adjoint(
     func: Callable,
     y0: Any,

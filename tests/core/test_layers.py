@@ -73,6 +73,8 @@ LAYERS = [  # a module may import those named before it
     "compiled.solve",
     "gradients.graphed",
     "gradients.mali",
+    "compiled.sites",
+    "compiled.in_graph",
     "solving",
     "torchdiffeq",
     "engine",

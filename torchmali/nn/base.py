@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from torchmali._torch import break_graph
+from torchmali.compiled.in_graph import in_graph, is_followed
 from torchmali.controllers import FixedStep, StepController
 from torchmali.errors import InvalidTimesError
 from torchmali.gradients.base import GradientMethod
@@ -20,7 +22,8 @@ Times = Sequence[float] | Tensor
 class SolveModule(nn.Module):
     """Base of modules that call `solve`; `last_stats` has the counts of the last solve."""
 
-    last_stats: Stats | None
+    func: Callable  # f, set by subclasses
+    _last_stats: Stats | None = None
 
     def __init__(
         self, solver: Solver, controller: StepController, gradient: GradientMethod, buffers: str, compile: bool = False
@@ -28,7 +31,12 @@ class SolveModule(nn.Module):
         super().__init__()
         self.compiles = compile
         self.solver, self.controller, self.gradient, self.buffers_policy = solver, controller, gradient, buffers
-        self.last_stats = None
+
+    @property
+    def last_stats(self) -> Stats | None:
+        if is_followed():
+            break_graph("torchmali: last_stats are known when the graph has run, not in it (docs/compile.md).")
+        return self._last_stats
 
     def solve(self, func: Callable, y0: Any, t: Any, **changes: Any) -> Solution:
         """Call `solve` with the solver, controller and gradient method of this module, except for `changes`."""
@@ -39,8 +47,15 @@ class SolveModule(nn.Module):
             "compile": self.compiles,
         }
         solution = solve(func, y0, t, **{**how, "buffers": self.buffers_policy, **changes})
-        self.last_stats = solution.stats
+        self._last_stats = solution.stats
         return solution
+
+    def in_graph(self, run: Callable, likes: Callable, *inputs: Any) -> Sequence[Tensor] | None:
+        """The tensors of run(self, *inputs), as an operation of the graph where torch.compile follows; else None.
+
+        run, likes: see `in_graph` of compiled/in_graph.py.
+        """
+        return in_graph(run, likes, self, "func", inputs) if is_followed() else None
 
     def extra_repr(self) -> str:
         how = f"solver={self.solver}, controller={self.controller}, gradient={self.gradient}"

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from torch import Tensor
+
+from torchmali.compiled.in_graph import like_state
 from torchmali.controllers import StepController
 from torchmali.errors import InvalidTimesError
 from torchmali.gradients.base import GradientMethod
@@ -53,6 +56,9 @@ class ODEBlock(SolveModule):
             )
         if is_of_samples(t) and not self.all_outputs:
             t = ends(t)
+        leaves = self.in_graph(_leaves, _likes, y0, args, t)
+        if leaves is not None:
+            return Structure.of(y0).rebuild(leaves)
         y = self.solve(self.func, y0, t, args=args, spans=self.spans).y
         if self.all_outputs:
             return y
@@ -62,3 +68,13 @@ class ODEBlock(SolveModule):
     def extra_repr(self) -> str:
         shown = f"t={shown_times(self.t)}, " if self.spans == "common" else f"spans={self.spans!r}, "
         return shown + super().extra_repr()
+
+
+def _leaves(block: ODEBlock, y0: Any, args: tuple, t: Times) -> tuple[Tensor, ...]:
+    return Structure.of(y0).flatten(block(y0, *args, t=t))
+
+
+def _likes(block: ODEBlock, y0: Any, args: tuple, t: Times) -> list[Tensor]:
+    """Tensors like the leaves that `forward` returns."""
+    sizes = (len(t),) if block.all_outputs else ()
+    return [like_state(x, *sizes) for x in Structure.of(y0).flatten(y0)]

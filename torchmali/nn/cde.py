@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchmali.compiled.in_graph import like_state
 from torchmali.controllers import StepController
 from torchmali.errors import (
     IncompatibleError,
@@ -74,11 +75,17 @@ class NeuralCDE(SolveModule):
         """
         path = self.control(coeffs, knots)
         if knots is not None:
-            check_increasing(knots)
             t = torch.stack((knots[0], knots[-1])) if t is None else t
         elif t is None:
             t = (0.0, len(path.knots) - 1.0)  # from the shape: reading the knots would wait for the device
         z0 = self._start(path, t[0, 0] if is_of_samples(t) else t[0], z0)
+        found = self.in_graph(_leaves, _likes, coeffs, knots, t, z0)
+        return self._solved(coeffs, knots, t, z0) if found is None else found[0]
+
+    def _solved(self, coeffs: Tensor, knots: Tensor | None, t: Sequence[float] | Tensor, z0: Tensor) -> Tensor:
+        path = self.control(coeffs, knots)
+        if knots is not None:
+            check_increasing(knots)
         if is_of_samples(t):
             self._check_knots_of_samples(path)
             t = t if self.all_outputs else ends(t)
@@ -132,6 +139,19 @@ class NeuralCDE(SolveModule):
 
     def extra_repr(self) -> str:
         return f"control={self.control.__name__}, {super().extra_repr()}"
+
+
+def _leaves(
+    cde: NeuralCDE, coeffs: Tensor, knots: Tensor | None, t: Sequence[float] | Tensor, z0: Tensor
+) -> tuple[Tensor]:
+    return (cde._solved(coeffs, knots, t, z0),)
+
+
+def _likes(
+    cde: NeuralCDE, coeffs: Tensor, knots: Tensor | None, t: Sequence[float] | Tensor, z0: Tensor
+) -> list[Tensor]:
+    """A tensor like what `forward` returns."""
+    return [like_state(z0, len(t)) if cde.all_outputs else like_state(z0)]
 
 
 def _nothing(t: Tensor, z: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from torchmali.abstract import Abstract
 from torchmali.code import Code, solve_back
+from torchmali.compiled.in_graph import like_state
 from torchmali.controllers import AdaptiveStep, StepController
 from torchmali.errors import InvalidFieldError, InvalidOptionError, InvalidStateError
 from torchmali.gradients.base import GradientMethod
@@ -158,6 +159,8 @@ class CNF(SolveModule):
         return_code: also return the integer end state, from which `inverse` rebuilds x to the last bit. The solve then
         runs on integers. MALI(exact=True) rounds x to its grid first; there `inverse` rebuilds the rounded x.
         """
+        if not return_code and (found := self.in_graph(_flow_leaves, _flow_likes, x, args, noise)) is not None:
+            return self._flow(found, None)
         if torch.is_inference_mode_enabled():  # the trace is itself a derivative, which needs autograd
             with torch.inference_mode(False), torch.no_grad():
                 x, noise = x.clone(), None if noise is None else noise.clone()
@@ -170,9 +173,12 @@ class CNF(SolveModule):
         y0 = (x if x.requires_grad else x.detach(), *(x.new_zeros(len(x)) for _ in range(1 + n_regularisers)))
         how: dict[str, Any] = {"controller": self._for_leaves(n_regularisers), "gradient": gradient}
         solution = self.solve(self._slope(), y0, self.t, **how, args=(noise, args), return_code=return_code)
-        z, log_det, *rest = (leaf[-1] for leaf in solution.y)
+        return self._flow([leaf[-1] for leaf in solution.y], solution.code)
+
+    def _flow(self, leaves: Sequence[Tensor], code: Code | None) -> Flow:
+        z, log_det, *rest = leaves
         kinetic = rest.pop(0) if self.kinetic else None
-        return Flow(z, log_det, kinetic, rest.pop() if self.jacobian else None, solution.code)
+        return Flow(z, log_det, kinetic, rest.pop() if self.jacobian else None, code)
 
     def _checked(self, x: Tensor, noise: Tensor | None) -> tuple[Tensor, Tensor | None]:
         if x.ndim < 2:
@@ -207,6 +213,8 @@ class CNF(SolveModule):
         """
         if isinstance(z, Code):
             return solve_back(self._slope(), z)[0]
+        if (found := self.in_graph(_inverse_leaves, _inverse_likes, z, args)) is not None:
+            return found[0]
         t = self.t.flip(0) if isinstance(self.t, Tensor) else tuple(reversed(self.t))
         return self.solve(self.func, z, t, args=args).y[-1]
 
@@ -257,3 +265,23 @@ def _slope(
     kinetic, jacobian = wanted
     energy = [0.5 * u.flatten(1).square().mean(1)] if kinetic else []
     return u, rate, *energy, *([square / math.prod(x.shape[1:])] if jacobian else [])
+
+
+# ---- Operations of a graph of torch.compile (compiled/in_graph.py)
+
+
+def _flow_leaves(flow: CNF, x: Tensor, args: tuple, noise: Tensor | None) -> tuple[Tensor, ...]:
+    return tuple([part for part in flow(x, *args, noise=noise) if part is not None])
+
+
+def _flow_likes(flow: CNF, x: Tensor, args: tuple, noise: Tensor | None) -> list[Tensor]:
+    z = like_state(x)
+    return [z, *[z.new_empty(len(x)) for _ in range(1 + flow.kinetic + flow.jacobian)]]
+
+
+def _inverse_leaves(flow: CNF, z: Tensor, args: tuple) -> tuple[Tensor]:
+    return (flow.inverse(z, *args),)
+
+
+def _inverse_likes(flow: CNF, z: Tensor, args: tuple) -> list[Tensor]:
+    return [like_state(z)]

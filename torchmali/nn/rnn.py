@@ -8,6 +8,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
+from torchmali.compiled.in_graph import like_state
 from torchmali.controllers import FixedStep, StepController
 from torchmali.errors import InvalidStateError, InvalidTimesError
 from torchmali.gradients.base import GradientMethod
@@ -43,12 +44,8 @@ class ODERNNCell(SolveModule):
         self, x: Tensor, h: Tensor, t0: float | Tensor, t1: float | Tensor, observed: Tensor | None = None
     ) -> Tensor:
         """Return h at t1, updated by x. Rows that are not `observed`, (batch,), follow the ODE but are not updated."""
-        if any(isinstance(t, Tensor) and t.ndim > 0 for t in (t0, t1)):
-            times = torch.stack(torch.broadcast_tensors(torch.as_tensor(t0), torch.as_tensor(t1)))
-            if not torch.equal(times[0], times[1]):
-                h = self.solve(self.func, h, times, spans="own").y[-1]
-        elif t0 != t1:
-            h = self.solve(self.func, h, (t0, t1)).y[-1]
+        found = self.in_graph(_leaves, _likes, h, t0, t1)
+        h = self._moved(h, t0, t1) if found is None else found[0]
         if observed is None:
             return self.cell(x, h)
         if observed.dtype != torch.bool or observed.shape != x.shape[:1]:
@@ -58,6 +55,21 @@ class ODERNNCell(SolveModule):
         observed = observed.unsqueeze(-1)
         # Values that were not observed may be nan, and would add 0 * nan to the gradient of the cell.
         return torch.where(observed, self.cell(x.masked_fill(~observed, 0), h), h)
+
+    def _moved(self, h: Tensor, t0: float | Tensor, t1: float | Tensor) -> Tensor:
+        """h at t1, before it is updated."""
+        if any(isinstance(t, Tensor) and t.ndim > 0 for t in (t0, t1)):
+            times = torch.stack(torch.broadcast_tensors(torch.as_tensor(t0), torch.as_tensor(t1)))
+            return h if torch.equal(times[0], times[1]) else self.solve(self.func, h, times, spans="own").y[-1]
+        return h if t0 == t1 else self.solve(self.func, h, (t0, t1)).y[-1]
+
+
+def _leaves(cell: ODERNNCell, h: Tensor, t0: float | Tensor, t1: float | Tensor) -> tuple[Tensor]:
+    return (cell._moved(h, t0, t1),)
+
+
+def _likes(cell: ODERNNCell, h: Tensor, t0: float | Tensor, t1: float | Tensor) -> list[Tensor]:
+    return [like_state(h)]
 
 
 class ODERNN(nn.Module):

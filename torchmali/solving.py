@@ -241,7 +241,7 @@ def solve(
     code = Code.of(done.state, done.tape, solver, structure, args, found) if return_code else None
     trajectory = outputs.trajectory(results, structure, t_out)
     solution = Solution(t_out, structure.rebuild(y), stats, observed, code, trajectory)
-    return _with_event(solution, outputs, results, on_no_event)
+    return solution if event is None else _with_event(solution, outputs, results, on_no_event)
 
 
 def _solved(
@@ -307,9 +307,8 @@ def _check_event(event: Any, on_no_event: str, solver: Solver, outputs: Any, den
 
 
 def _with_event(solution: Solution, outputs: Outputs, results: Tensors, on_no_event: str) -> Solution:
-    """Return the solution with the event at which it ended, if events were looked for."""
-    if not isinstance(outputs, EventOutputs):
-        return solution
+    """Return the solution with the event at which it ended."""
+    assert isinstance(outputs, EventOutputs)
     detector, t, root = outputs.detector, solution.t, outputs.root
     assert detector is not None
     functions = detector.functions

@@ -15,6 +15,7 @@ The first evaluation shows which of this f needs. An f that needs nothing pays n
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, ParamSpec, TypeVar
@@ -364,9 +365,13 @@ def in_forward_pass(environments: Sequence[Environment], run: Callable[P, R], *a
     return result
 
 
+@functools.lru_cache(maxsize=1000)
+def _is_sharded(kind: type) -> bool:
+    return any([base.__name__ == "FSDPModule" for base in kind.__mro__])
+
+
 def _raise_for_sharded(modules: Sequence[nn.Module]) -> None:
-    kinds = map(type, modules)
-    sharded = [kind.__name__ for kind in kinds if any(base.__name__ == "FSDPModule" for base in kind.__mro__)]
+    sharded = [type(m).__name__ for m in modules if _is_sharded(type(m))]
     if sharded:
         raise InvalidFieldError(
             f"{', '.join(sharded)} in f is sharded: its parameters are whole only while it runs, and the solve "

@@ -536,9 +536,12 @@ class Field:
         if self.graphs or self.wants_t:
             recorded = self.record(t, z)
             return recorded.u, *recorded.pull(a)
+        if self.is_leaf:  # the same without lists
+            y = z[0].detach().requires_grad_()
+            (u,) = outputs = self(t, (y,))
+            return (u.detach(),), self.vjp(outputs, [y, *self.theta], a), None
         z = tuple([x.detach().requires_grad_() for x in z])
         outputs = self(t, z)
-        # Detached first: a VJP may free what the outputs hold.
         return tuple([x.detach() for x in outputs]), self.vjp(outputs, [*z, *self.theta], a), None
 
     def record(self, t: Time, z: Tensors) -> Recorded:
@@ -565,7 +568,7 @@ class Field:
             self._tell_of_leaves(outputs, inputs)
         self.n_vjps += n_evals
         ends, starts = outputs, a
-        if not all([x.requires_grad and g is not None for x, g in zip(outputs, a, strict=True)]):
+        if len(a) > 1 or a[0] is None or not outputs[0].requires_grad:
             pairs = [(x, g) for x, g in zip(outputs, a, strict=True) if x.requires_grad and g is not None]
             if not pairs:
                 return [None] * len(inputs)

@@ -313,6 +313,8 @@ class BackwardPass:
 
         hands_over: see StepBack, for the first step of the segment.
         """
+        if len(segment) == 1 and isinstance(head, Step) and not (self.compares or self.reruns or a.is_new):
+            return self._undo_step(head, kept, state, a, None, False, hands_over), a
         after = state.fork()
         aside = a.set_aside() if self.reruns and not a.is_new else None
         compares = self.compares or a.is_new  # over kept states once, or another f would not be noticed
@@ -375,17 +377,7 @@ class BackwardPass:
         inside: list[InnerOutputs] = []
 
         def undo_step(step: Step, state: RewindableState) -> Any:
-            before = None
-            # On integers the start is rebuilt to the bit, so that a kept one has nothing to add.
-            if step.before is not None and not isinstance(state, FixedPoint):
-                before = state.rebuilt_with(kept[step.before])
-            inner = inside.pop() if inside else None
-            f.enter(step.t0, step.t1)
-            gives = hands_over and before is not None
-            back = solver.pullback(f, StepBack(step.t0, step.t1, before, inner, compares, step.closes, gives), state, a)
-            if f.wants_t:
-                a.finish_step(step.k0, step.k1, 0 if inner is None else inner.first)
-            return back
+            return self._undo_step(step, kept, state, a, inside.pop() if inside else None, compares, hands_over)
 
         def on_output(output: Output | InnerOutput | StageOutput, state: RewindableState) -> None:
             if isinstance(output, StageOutput):
@@ -406,6 +398,29 @@ class BackwardPass:
 
         several = isinstance(solver, RunningSolver) and isinstance(state, Floats) and not f.wants_t
         return rewind(segment, kept, state, undo_step, on_output, undo_run if several else None)
+
+    def _undo_step(
+        self,
+        step: Step,
+        kept: Sequence[Snapshot],
+        state: RewindableState,
+        a: Cotangent,
+        inner: InnerOutputs | None,
+        compares: bool,
+        hands_over: bool,
+    ) -> Any:
+        """Pull `a` back over one step, with the outputs inside it; return the state at its start."""
+        f, before = self.f, None
+        # On integers the start is rebuilt to the bit, so that a kept one has nothing to add.
+        if step.before is not None and not isinstance(state, FixedPoint):
+            before = state.rebuilt_with(kept[step.before])
+        f.enter(step.t0, step.t1)
+        gives = hands_over and before is not None
+        how = StepBack(step.t0, step.t1, before, inner, compares, step.closes, gives)
+        back = self.solver.pullback(f, how, state, a)
+        if f.wants_t:
+            a.finish_step(step.k0, step.k1, 0 if inner is None else inner.first)
+        return back
 
     def _trusts(
         self,

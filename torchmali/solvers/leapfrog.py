@@ -454,7 +454,8 @@ class Leapfrog(AugmentedSolver, RunningSolver, InterpolatingSolver):
         for node, c in rest:
             recorded = f.record(t0 + node * h, now.point)
             passed.append(Passed(node, c, recorded, now.slope))
-            now = now.reflect(recorded.u, self.eta).drift(c * h)
+            if len(passed) < len(rest) or step.compares or f.wants_t:  # else nobody looks at the end
+                now = now.reflect(recorded.u, self.eta).drift(c * h)
             del recorded
         self._pull_passed(f, step, passed, now.slope, before.point, a)
         return shifted_start(before, state, now) if step.compares else before
@@ -464,7 +465,9 @@ class Leapfrog(AugmentedSolver, RunningSolver, InterpolatingSolver):
     ) -> None:
         """Pull `a` back over reflects that have been recorded. slope: v at the end of the step. z: at its start."""
         h = step.t1 - step.t0
-        inner = self._pull_inner(f, step, z, [passed[0].slope, *(x.recorded.u for x in passed)])
+        inner = None
+        if step.inside is not None:
+            inner = self._pull_inner(f, step, z, [passed[0].slope, *(x.recorded.u for x in passed)])
         while passed:
             node, c, recorded, v = passed.pop()
             _pull_drift(c, h, slope if f.wants_t else (), a)

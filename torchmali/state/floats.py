@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torchmali._torch import foreach_abs, foreach_lerp, foreach_lerp_, foreach_sub
+from torchmali._torch import foreach_abs, foreach_lerp_, foreach_sub
 from torchmali.state.base import Deviation, RewindableState, Snapshot
-from torchmali.state.vectors import Tensors, add_, added, rows
+from torchmali.state.vectors import Tensors, add_, added, lerp, rows
 
 
 class Floats(RewindableState):
@@ -51,9 +51,7 @@ class Floats(RewindableState):
     def reflect(self, u: Tensors, eta: float) -> Floats:
         v, weight = self.slope, 2 * eta
         if not self.owns_slope:
-            # The plain call is cheaper than a foreach over one small leaf.
-            new = (torch.lerp(v[0], u[0], weight),) if len(v) == 1 else tuple(foreach_lerp(v, u, weight))
-            self.slope, self.owns_slope = new, True
+            self.slope, self.owns_slope = lerp(v, u, weight), True
         elif len(v) == 1:
             v[0].lerp_(u[0], weight)
         else:

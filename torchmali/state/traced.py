@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from torchmali._torch import foreach_lerp
+from torch import Tensor
+
 from torchmali.state.base import State
-from torchmali.state.vectors import Tensors, Time, combine
+from torchmali.state.vectors import Tensors, Time, added, combine, lerp
 
 
 class Traced(State):
@@ -26,7 +27,9 @@ class Traced(State):
         return self
 
     def drift(self, e: Time) -> Traced:
-        return Traced(combine(self.point, (e,), (self.slope,)), self.slope)
+        if isinstance(e, Tensor):
+            return Traced(combine(self.point, (e,), (self.slope,)), self.slope)
+        return Traced(added(self.point, self.slope, e), self.slope)
 
     def reflect(self, u: Tensors, eta: float) -> Traced:
-        return Traced(self.point, tuple(foreach_lerp(self.slope, u, 2 * eta)))
+        return Traced(self.point, lerp(self.slope, u, 2 * eta))

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from torchmali._torch import foreach_add, foreach_add_, foreach_mul, foreach_mul_, foreach_neg_
+from torchmali._torch import foreach_add, foreach_add_, foreach_lerp, foreach_mul, foreach_mul_, foreach_neg_
 
 Tensors: TypeAlias = tuple[Tensor, ...]
 Leaves: TypeAlias = "tuple[Tensor, ...] | list[Tensor]"
@@ -57,6 +57,11 @@ def added(x: Leaves, y: Leaves, alpha: float) -> Tensors:
     if len(x) == 1:
         return (x[0].add(y[0], alpha=alpha),)
     return tuple(foreach_add(x, y, alpha=alpha))
+
+
+def lerp(x: Leaves, y: Leaves, weight: float) -> Tensors:
+    """x + weight (y - x)"""
+    return (torch.lerp(x[0], y[0], weight),) if len(x) == 1 else tuple(foreach_lerp(x, y, weight))
 
 
 def add_(x: Leaves, y: Leaves, alpha: float) -> None:

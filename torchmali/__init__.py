@@ -28,6 +28,7 @@ from torchmali.errors import (
     InvalidTimesError,
     NonFiniteError,
     NonRepeatableFieldError,
+    SlopeMismatchError,
     SolverError,
     SolverWarning,
     StepLimitError,
@@ -43,6 +44,7 @@ from torchmali.gradients.naive import Naive
 from torchmali.outputs.base import Outputs, Pulled
 from torchmali.solution import Solution, Stats
 from torchmali.solve import solve
+from torchmali.solvers.adams import Adams
 from torchmali.solvers.base import Attempt, ReversibleSolver, Solver
 from torchmali.solvers.coupled import Reversible
 from torchmali.solvers.leapfrog import ALF, ErrorEstimate, Leapfrog, leapfrog_for
@@ -52,6 +54,7 @@ from torchmali.solvers.runge_kutta import (
     Dopri5,
     Dopri8,
     Euler,
+    Fehlberg2,
     Heun,
     Heun3,
     HeunEuler,
@@ -61,13 +64,14 @@ from torchmali.solvers.runge_kutta import (
     Tableau,
     Tsit5,
 )
-from torchmali.torchdiffeq import odeint, odeint_adjoint, odeint_event
+from torchmali.torchdiffeq import odeint, odeint_adjoint, odeint_dense, odeint_event
 
 __version__ = "0.1.0.dev0"
 
 __all__ = [
     "ACA",
     "ALF",
+    "Adams",
     "AdaptiveControllerState",
     "AdaptiveStep",
     "Adjoint",
@@ -83,6 +87,7 @@ __all__ = [
     "Euler",
     "Event",
     "EventNotFoundError",
+    "Fehlberg2",
     "FixedStep",
     "GradientMethod",
     "GrazingEventError",
@@ -107,6 +112,7 @@ __all__ = [
     "Reversible",
     "ReversibleSolver",
     "RungeKutta",
+    "SlopeMismatchError",
     "Solution",
     "SolveStart",
     "Solver",
@@ -123,6 +129,7 @@ __all__ = [
     "leapfrog_for",
     "odeint",
     "odeint_adjoint",
+    "odeint_dense",
     "odeint_event",
     "rms_norm",
     "solve",

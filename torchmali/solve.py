@@ -488,7 +488,7 @@ def _checked_state(leaves: tuple) -> Tensors:
 
 
 def _warn_of_tolerance(controller: StepController, z0: Tensors) -> None:
-    if not isinstance(controller, AdaptiveStep):
+    if not isinstance(controller, AdaptiveStep) or not controller.warns_of_tolerance:
         return
     for rtol, z in zip(controller.rtol, z0, strict=True):
         limit = 100 * torch.finfo(z.dtype).eps

@@ -38,12 +38,15 @@ class Adjoint(GradientMethod):
 
     The backward trajectory parts from the forward one, and the gradient is that of the ODE up to the tolerance of both
     solves, not that of the discretisation. solver, controller: those of the backward solve (None: the forward ones).
-    seminorm: leave dL/dtheta out of the error norm ("Hey, that's not an ODE", Kidger et al. 2021): fewer steps.
+    seminorm: leave dL/dtheta out of the error norm ("Hey, that's not an ODE", Kidger et al. 2021): fewer steps. norm:
+    a norm of the scaled error of the whole backward state, in place of the largest of the norms of its parts. It maps
+    the leaves of z, those of a and then dL/dtheta to a 0-d tensor.
     """
 
     solver: Solver | None = None
     controller: StepController | None = None
     seminorm: bool = False
+    norm: Norm | None = None
     compares_first_value: ClassVar[bool] = True
     obstacle_to_dense: ClassVar[str | None] = "its backward solve takes steps of its own"
 
@@ -77,7 +80,7 @@ class Adjoint(GradientMethod):
             controller,
             rtol=(*controller.rtol, *controller.rtol, *[min(controller.rtol)] * m),
             atol=(*controller.atol, *controller.atol, *[min(controller.atol)] * m),
-            norm=_augmented_norm(controller.norm, n, self.seminorm),
+            norm=self.norm or _augmented_norm(controller.norm, n, self.seminorm),
             land=True,
         )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,7 +50,12 @@ class StepBack(NamedTuple):
 
 
 class Solver(Abstract):
-    """A one-step method. An immutable value: two solves never influence each other."""
+    """A one-step method. An immutable value: two solves never influence each other.
+
+    remembers_steps: its steps depend on earlier ones through the carry, so that none can be repeated by itself.
+    """
+
+    remembers_steps: ClassVar[bool] = False
 
     @property
     @abstractmethod

@@ -217,6 +217,8 @@ def _solved(call: Call, t: Any, steps: Steps, how: dict[str, Any]) -> Solution:
 def _with_jumps(options: Mapping[str, Any] | None, jumps: list[float]) -> dict[str, Any]:
     """Options of the forward solve, with the jumps that the backward one knows."""
     given = dict(options or {})
+    if not jumps:
+        return given
     own = given.get("jump_t")
     return {**given, "jump_t": [*([] if own is None else torch.as_tensor(own).tolist()), *jumps]}
 

@@ -96,10 +96,11 @@ def converted(func: Callable, y0: Any) -> Callable:
 
     def slope(t: Tensor, y: Any, *args: Any) -> Any:
         found = structure.flatten(func(t, y, *args))
+        slopes = [_like(u, x) for u, x in zip(found, leaves, strict=True)]
         if not told:
             told.append(True)
             _warn_of_conversion(found, leaves)
-        return structure.rebuild([_like(u, x) for u, x in zip(found, leaves, strict=True)])
+        return structure.rebuild(slopes)
 
     return slope
 

@@ -208,14 +208,17 @@ class FixedStepState(ControllerState):
         super().__init__(start)
         self.size = size
         self.target: Time | None = None
-        self.times: Sequence[Time] = ()  # at which steps end, up to the target
-        self.i = 0  # of the next one
+        self.start: Time = start.t0  # of the steps up to the target
+        self.i, self.n, self.h = 0, 0, 0.0
 
     def next_time(self, t: Time, target: Time) -> Time:
+        # One of `fixed_times`, of which there are a million where an event is to end the solve.
         if target is not self.target:
-            self.target, self.times, self.i = target, fixed_times(t, target, self.size), 0
+            span = number(target - t)
+            self.target, self.start, self.i = target, t, 0
+            self.n, self.h = _n_steps(abs(span), self.size), math.copysign(self.size, span)
         self.i += 1
-        return self.times[self.i - 1]
+        return target if self.i >= self.n else self.start + self.i * self.h
 
 
 @dataclass(frozen=True, repr=False)

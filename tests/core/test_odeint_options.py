@@ -92,8 +92,7 @@ def test_tolerances_may_be_lists_and_tensors(how: Any):
 
 
 @pytest.mark.parametrize(
-    "how",
-    [{"rtol": (1e-6, 1e-7)}, {"rtol": torch.tensor([1e-6, 1e-7]), "atol": [1e-8, torch.full((3,), 1e-8)]}, {}],
+    "how", [{"rtol": (1e-6, 1e-7)}, {"rtol": torch.tensor([1e-6, 1e-7]), "atol": [1e-8, torch.full((3,), 1e-8)]}, {}]
 )
 def test_tolerances_of_a_tuple_may_be_given_for_its_leaves(how: Any):
     module, y0 = Simple(), (Y0, torch.ones(3, dtype=torch.float64))
@@ -349,9 +348,7 @@ def test_an_adjoint_norm_sees_the_state_its_adjoint_and_the_parameters():
 
     y0 = Y0.clone().requires_grad_(), torch.ones(3, dtype=torch.float64)
     func = lambda t, y: (module(t, y[0]), -y[1])  # noqa: E731
-    y = ours.odeint_adjoint(
-        func, y0, TIMES, adjoint_params=tuple(module.parameters()), adjoint_options={"norm": norm}
-    )
+    y = ours.odeint_adjoint(func, y0, TIMES, adjoint_params=tuple(module.parameters()), adjoint_options={"norm": norm})
     g = torch.autograd.grad(y[0][-1].sum(), y0[0])[0]
     (wanted,) = torch.autograd.grad(ours.odeint(func, y0, TIMES)[0][-1].sum(), y0[0])
     assert shapes == {((), (2, 4), (3,), (2, 4), (3,), *[p.shape for p in module.parameters()])}
@@ -410,9 +407,7 @@ def test_dropout_in_f_has_torchdiffeqs_expectation_and_can_be_differentiated():
 
 
 @pytest.mark.parametrize("how", [{"method": "rk4"}, {"rtol": 1e-4, "atol": 1e-6}, {"method": "rk4", "gradient": "aca"}])
-@pytest.mark.parametrize(
-    "convert", [lambda u: u.double(), lambda u: u.reshape(3), lambda u: u[None].half().double()]
-)
+@pytest.mark.parametrize("convert", [lambda u: u.double(), lambda u: u.reshape(3), lambda u: u[None].half().double()])
 def test_f_may_return_another_float_type_or_shape_with_one_warning(how: Any, convert: Any):
     y0 = torch.linspace(0.5, 1, 3).reshape(3, 1).requires_grad_()
     with pytest.warns(tm.SolverWarning, match="is converted") as caught:

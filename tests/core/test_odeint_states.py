@@ -122,7 +122,10 @@ def complex_gradients(package: Any, func: Waves, **how: Any) -> list[Tensor]:
         {"gradient": tm.MALI(exact=True)},
         {"gradient": "adjoint"},
         {"function": "odeint_adjoint"},
-        {"function": "odeint_adjoint", "adjoint_options": {"norm": lambda x: torch.stack([z.abs().max() for z in x]).max()}},
+        {
+            "function": "odeint_adjoint",
+            "adjoint_options": {"norm": lambda x: torch.stack([z.abs().max() for z in x]).max()},
+        },
     ],
 )
 def test_complex_gradients_are_those_of_plain_autograd(how: Any):

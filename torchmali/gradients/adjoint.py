@@ -128,7 +128,9 @@ class _Adjoint(torch.autograd.Function):
             _warn_of_drift(Floats(back.z, back.z), Floats(z0, z0), ctx.controller)
         ctx.stats.count(n_evals_backward=f.n_evals, n_vjps=f.n_vjps)
         a_t = None if t is None else torch.stack(outputs.of_given_times(back.a_t)).to(t)
-        a_theta = [torch.view_as_complex(a) if p.is_complex() else a for a, p in zip(back.a_theta, f.theta, strict=True)]
+        a_theta = [
+            torch.view_as_complex(a) if p.is_complex() else a for a, p in zip(back.a_theta, f.theta, strict=True)
+        ]
         return (None, None, None, a_t, *back.a, *a_theta, *back.a_observer)
 
 

@@ -5,7 +5,7 @@
 CHECKOUT is the path of a checkout of torchdiffeq's repository. Each example runs in a process of its own, with few
 iterations, the same seeds and one thread, in turns on torchdiffeq, on ours, and on ours with gradient="mali" (which has
 no use for a method that is not reversible: there it chooses its own). The MNIST example gets random pictures in place
-of its data. Prints the last numbers that the example printed, and the time beside torchdiffeq's.
+of its data. Prints the last numbers that the example printed, and the time of the CPU beside torchdiffeq's.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def package_named(name: str) -> Any:
 
 
 def run(example: Path, package: str, arguments: list[str]) -> float:
-    """Run an example in this process; return the time that it took."""
+    """Run an example in this process; return the time of the CPU that it took."""
     sys.modules["torchdiffeq"] = package_named(package)
     stand_in_for_torchvision()
     sys.path.insert(0, str(example.parent))
@@ -87,9 +87,9 @@ def run(example: Path, package: str, arguments: list[str]) -> float:
     torch.manual_seed(0)
     np.random.seed(0)
     random.seed(0)
-    start = time.perf_counter()
+    start = time.process_time()
     runpy.run_path(str(example), run_name="__main__")
-    return time.perf_counter() - start
+    return time.process_time() - start
 
 
 def measure(example: Path, package: str) -> tuple[float, list[float]]:

@@ -95,7 +95,8 @@ def complex_start() -> Tensor:
 @pytest.mark.parametrize("method", ["dopri5", "bosh3", "euler", "rk4", "explicit_adams", "alf", "scipy_solver"])
 def test_complex_solutions_are_torchdiffeqs(dtype: torch.dtype, method: str):
     y0, t = complex_start().detach().to(dtype), TIMES.float() if dtype == torch.complex64 else TIMES
-    func, how = Waves(), {"rtol": 1e-4, "atol": 1e-5}
+    func = Waves()
+    how: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-5}
     y = ours.odeint(func, y0, t, method=method, **how)
     plain: Any = torchdiffeq.odeint(func, y0, t, method=method if method in ("euler", "rk4") else "dopri5", **how)
     if method == "explicit_adams":

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from torchmali._torch import foreach_div, foreach_norm
 from torchmali.controllers import AdaptiveStep, FixedStep, Norm, StepController, fixed_times
 from torchmali.errors import InvalidOptionError, warn
 from torchmali.jumps import jump_times
@@ -222,7 +223,8 @@ def _norm(norm: Callable | None, call: Call) -> Norm | None:
 
 def largest_rms(x: Tensors) -> Tensor:
     """The largest root mean square of a leaf."""
-    return torch.stack([leaf.pow(2).mean().sqrt() for leaf in x if leaf.numel()] or [torch.zeros(())]).max()
+    sizes = [math.sqrt(max(1, leaf.numel())) for leaf in x]
+    return torch.stack([*foreach_div(foreach_norm(x), sizes)]).max()
 
 
 def tolerances(call: Call) -> tuple[Any, Any, tuple | None]:

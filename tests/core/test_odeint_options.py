@@ -442,3 +442,38 @@ def test_a_first_slope_of_zero_does_not_make_the_first_steps_tiny():
 
 def test_the_estimate_of_fehlbergs_method_is_a_512th_of_a_first_order_ones():
     assert FEHLBERG2.error_order == 2 and dict(FEHLBERG2.tableau.e) == {0: -1 / 512, 2: 1 / 512}
+
+
+def test_the_adjoint_measures_states_by_the_norm_of_the_forward_solve_unless_it_has_its_own():
+    seen: list[tuple[torch.Size, bool]] = []
+    is_backward = False
+
+    def norm(x: Tensor) -> Tensor:
+        seen.append((x.shape, is_backward))
+        return x.abs().max()
+
+    y0 = Y0.clone().requires_grad_()
+    for how in ({"options": {"norm": norm}}, {"options": {"norm": norm}, "adjoint_options": {"norm": "seminorm"}}):
+        is_backward, options = False, how
+        y = ours.odeint_adjoint(Simple(), y0, TIMES[[0, -1]], **LOOSE, **options)
+        is_backward = True
+        y[-1].sum().backward()
+        assert {(Y0.shape, False), (Y0.shape, True)} == set(seen)
+        seen.clear()
+
+
+def test_the_adjoint_keeps_the_tolerances_of_each_leaf():
+    module, calls = Simple(), []
+
+    def func(t: Tensor, y: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        calls.append(1)
+        return module(t, y[0]), torch.cos(60 * t).expand(1) * y[1]
+
+    counts = []
+    for rtol, atol in (([1e-4, 1e20], [1e-5, 1e20]), (1e-4, 1e-5)):
+        y0 = Y0.clone().requires_grad_(), torch.ones(1).double()
+        y = ours.odeint_adjoint(func, y0, TIMES[[0, -1]], rtol=rtol, atol=atol)
+        calls.clear()
+        (y[0][-1].sum() + y[1][-1].sum()).backward()
+        counts.append(len(calls))
+    assert counts[0] < counts[1] / 2

@@ -181,9 +181,14 @@ class StraightLines(RungeKutta):
 
     base: RungeKutta
 
-    @functools.cached_property
+    @property
     def tableau(self) -> Tableau:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.base.tableau.with_straight_lines()
+        return _with_straight_lines(self.base)
+
+
+@functools.lru_cache(maxsize=64)
+def _with_straight_lines(solver: RungeKutta) -> Tableau:
+    return solver.tableau.with_straight_lines()
 
 
 class Euler(RungeKutta):

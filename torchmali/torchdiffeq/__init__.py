@@ -128,13 +128,11 @@ def odeint_adjoint(
     if event_fn is None and _n_times(t) == 1:
         return odeint(func, y0, t)
     form = Form.of(y0)
-    n, backward = len(form.dtypes), {k: v for k, v in (options or {}).items() if k != "norm"}
-    backward = backward if adjoint_options is None else dict(adjoint_options)
-    norm = backward.pop("norm", None)
-    tolerances = (
-        smallest(rtol if adjoint_rtol is None else adjoint_rtol),
-        smallest(atol if adjoint_atol is None else adjoint_atol),
-    )
+    n, of_state = len(form.dtypes), (options or {}).get("norm")
+    backward = dict(options or {}) if adjoint_options is None else dict(adjoint_options)
+    norm = backward.pop("norm", None) if adjoint_options is not None else None
+    backward |= {} if of_state is None else {"norm": of_state}  # of z and of its adjoint, unless there is another one
+    tolerances = (rtol if adjoint_rtol is None else adjoint_rtol), (atol if adjoint_atol is None else adjoint_atol)
     call = Call(func, y0, as_times(t), form, *tolerances, backward, is_adjoint=True, state=tensors_of(form.state, n))
     solver = solver_named(adjoint_method or method, ADAPTIVE["dopri5"])
     steps = steps_of(solver, not isinstance(adjoint_method or method, Solver), call)

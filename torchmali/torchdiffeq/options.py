@@ -193,6 +193,8 @@ def _adaptive_steps(solver: Solver, call: Call, options: dict[str, Any]) -> Step
     _tell_of_unknown(options, known, "a method with tolerances")
     callbacks = call.callbacks("step", "accept", "reject")
     rtol, atol, per_element = tolerances(call)
+    if call.is_adjoint:
+        per_element = None  # a backward solve has other elements: the smallest of a leaf holds for all of it
     given = {ADAPTIVE_OPTIONS[name]: options[name] for name in ADAPTIVE_OPTIONS if name in options}
     n = max(1, len(call.t) - 1)  # torchdiffeq's limit is one for each output interval
     given["max_steps"] = n * int(given.get("max_steps", MANY_STEPS if call.has_event else MOST_STEPS))
@@ -212,9 +214,7 @@ def _adaptive_steps(solver: Solver, call: Call, options: dict[str, Any]) -> Step
 
 
 def _norm(norm: Callable | None, call: Call) -> Norm | None:
-    """A norm of leaves, from one of the user's states (of a backward solve, if it is one). None: ours is right."""
-    if call.is_adjoint:
-        return norm
+    """A norm of leaves, from one of the user's states. None: ours is right."""
     if norm is not None:
         is_tensor, form = isinstance(call.y0, Tensor), call.form
         return lambda x: norm(form.leaves_outside(x)[0] if is_tensor else form.leaves_outside(x))

@@ -59,6 +59,7 @@ class Tableau:
         self.fsal = len(e) > len(b)
         self._coefficients = tuple(a), b, dense
 
+    @functools.cached_property
     def with_straight_lines(self) -> Tableau:
         """These coefficients with a linear interpolant."""
         a, b, _ = self._coefficients
@@ -183,12 +184,7 @@ class StraightLines(RungeKutta):
 
     @property
     def tableau(self) -> Tableau:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return _with_straight_lines(self.base)
-
-
-@functools.lru_cache(maxsize=64)
-def _with_straight_lines(solver: RungeKutta) -> Tableau:
-    return solver.tableau.with_straight_lines()
+        return self.base.tableau.with_straight_lines
 
 
 class Euler(RungeKutta):

@@ -88,6 +88,8 @@ def steps_of(solver: Solver, is_named: bool, call: Call) -> Steps:
     is_fixed = solver.error_order is None or (
         ("step_size" in options or "grid_constructor" in options) and not (is_named and solver in THEIRS)
     )
+    if is_fixed:
+        _tell_of_interpolant(solver, options.get("interp"))
     if is_fixed and is_named:
         options.setdefault("interp", "linear")
     return _fixed_steps(solver, call, options) if is_fixed else _adaptive_steps(solver, call, options)
@@ -153,6 +155,11 @@ def _with_lines(solver: Solver, interp: Any) -> Solver:
     if isinstance(solver, Adams):
         return replace(solver, is_cubic=interp == "cubic")
     return StraightLines(solver) if isinstance(solver, RungeKutta) and interp == "linear" else solver
+
+
+def _tell_of_interpolant(solver: Solver, interp: Any) -> None:
+    if interp == "linear" and not isinstance(solver, (Adams, RungeKutta)):
+        warn(f'The option "interp" is ignored: {solver} has an interpolant of its own, or ends on all output times.')
 
 
 def _grid(construct: Callable, call: Call) -> Callable[[float, float], Sequence[float]]:

@@ -57,10 +57,6 @@ class Form(NamedTuple):
         """A time of a solve as f receives it."""
         return t if self.low is None else t.to(self.low)
 
-    def function(self, func: Callable) -> Callable:
-        """A function of (t, y, ...) on the user's states as one on those of a solve."""
-        return lambda t, y, *args: func(self.time(t), self.outside(y), *args)
-
     def slope(self, func: Callable) -> Callable:
         """The user's f as a solve needs it."""
         return lambda t, y, *args: self.inside(func(self.time(t), self.outside(y), *args))

@@ -483,7 +483,8 @@ def _checked_state(leaves: tuple) -> Tensors:
             )
         if z.dtype not in (torch.float32, torch.float64):
             raise InvalidStateError(
-                f"{of} has dtype {z.dtype}: use a float32 or float64 state (torch.view_as_real for a complex one, or odeint)."
+                f"{of} has dtype {z.dtype}: use a float32 or float64 state (torch.view_as_real for a complex one, "
+                "or odeint)."
             )
     return z0
 

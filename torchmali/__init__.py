@@ -35,6 +35,7 @@ PUBLIC: dict[str, tuple[str, ...]] = {  # a module, and its names
         "InvalidTimesError",
         "NonFiniteError",
         "NonRepeatableFieldError",
+        "SlopeMismatchError",
         "SolverError",
         "SolverWarning",
         "StepLimitError",
@@ -49,6 +50,7 @@ PUBLIC: dict[str, tuple[str, ...]] = {  # a module, and its names
     "gradients.naive": ("Naive",),
     "outputs.base": ("Outputs", "Pulled"),
     "solution": ("Solution", "Stats"),
+    "solvers.adams": ("Adams",),
     "solvers.base": ("Attempt", "ReversibleSolver", "Solver"),
     "solvers.coupled": ("Reversible",),
     "solvers.leapfrog": ("ALF", "ErrorEstimate", "Leapfrog", "leapfrog_for"),
@@ -57,6 +59,7 @@ PUBLIC: dict[str, tuple[str, ...]] = {  # a module, and its names
         "Dopri5",
         "Dopri8",
         "Euler",
+        "Fehlberg2",
         "Heun",
         "Heun3",
         "HeunEuler",
@@ -68,7 +71,7 @@ PUBLIC: dict[str, tuple[str, ...]] = {  # a module, and its names
         "Tsit5",
     ),
     "solving": ("solve",),
-    "torchdiffeq": ("odeint", "odeint_adjoint", "odeint_event"),
+    "torchdiffeq": ("odeint", "odeint_adjoint", "odeint_dense", "odeint_event"),
 }
 MODULES = ("engine", "errors", "nn", "torchdiffeq")
 HOMES = {name: module for module, names in PUBLIC.items() for name in names}

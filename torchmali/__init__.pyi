@@ -25,6 +25,7 @@ from torchmali.errors import InvalidStateError as InvalidStateError
 from torchmali.errors import InvalidTimesError as InvalidTimesError
 from torchmali.errors import NonFiniteError as NonFiniteError
 from torchmali.errors import NonRepeatableFieldError as NonRepeatableFieldError
+from torchmali.errors import SlopeMismatchError as SlopeMismatchError
 from torchmali.errors import SolverError as SolverError
 from torchmali.errors import SolverWarning as SolverWarning
 from torchmali.errors import StepLimitError as StepLimitError
@@ -40,6 +41,7 @@ from torchmali.outputs.base import Outputs as Outputs
 from torchmali.outputs.base import Pulled as Pulled
 from torchmali.solution import Solution as Solution
 from torchmali.solution import Stats as Stats
+from torchmali.solvers.adams import Adams as Adams
 from torchmali.solvers.base import Attempt as Attempt
 from torchmali.solvers.base import ReversibleSolver as ReversibleSolver
 from torchmali.solvers.base import Solver as Solver
@@ -53,6 +55,7 @@ from torchmali.solvers.runge_kutta import Bosh3 as Bosh3
 from torchmali.solvers.runge_kutta import Dopri5 as Dopri5
 from torchmali.solvers.runge_kutta import Dopri8 as Dopri8
 from torchmali.solvers.runge_kutta import Euler as Euler
+from torchmali.solvers.runge_kutta import Fehlberg2 as Fehlberg2
 from torchmali.solvers.runge_kutta import Heun as Heun
 from torchmali.solvers.runge_kutta import Heun3 as Heun3
 from torchmali.solvers.runge_kutta import HeunEuler as HeunEuler
@@ -64,6 +67,7 @@ from torchmali.solvers.runge_kutta import Tsit5 as Tsit5
 from torchmali.solving import solve as solve
 from torchmali.torchdiffeq import odeint as odeint
 from torchmali.torchdiffeq import odeint_adjoint as odeint_adjoint
+from torchmali.torchdiffeq import odeint_dense as odeint_dense
 from torchmali.torchdiffeq import odeint_event as odeint_event
 
 __all__: list[str]

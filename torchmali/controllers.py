@@ -10,7 +10,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, ClassVar, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -34,6 +34,7 @@ from torchmali.state.vectors import Leaves, Tensors, Time, combine, first_non_fi
 from torchmali.tree import Structure
 
 Norm = Callable[[Tensors], Tensor]
+Factors = Sequence[float] | Sequence[Tensor]  # one for each leaf
 EVEN_STEPS = 4  # so many last steps before an end are made equally long
 
 
@@ -88,6 +89,10 @@ class ControllerState(Abstract):
     @abstractmethod
     def next_time(self, t: Time, target: Time) -> Time:
         """Return the time at which the next attempt from t should end: `target`, the same object, or a time before."""
+
+    def attempting(self, t0: Time, t1: Time, before: State) -> None:
+        """Called before each attempt at a step from `before`. (Steps of `FixedStep` that are taken in runs are not.)"""
+        return None
 
 
 class AdaptiveControllerState(ControllerState):
@@ -203,14 +208,17 @@ class FixedStepState(ControllerState):
         super().__init__(start)
         self.size = size
         self.target: Time | None = None
-        self.times: Sequence[Time] = ()  # at which steps end, up to the target
-        self.i = 0  # of the next one
+        self.start: Time = start.t0  # of the steps up to the target
+        self.i, self.n, self.h = 0, 0, 0.0
 
     def next_time(self, t: Time, target: Time) -> Time:
+        # One of `fixed_times`, of which there are a million where an event is to end the solve.
         if target is not self.target:
-            self.target, self.times, self.i = target, fixed_times(t, target, self.size), 0
+            span = number(target - t)
+            self.target, self.start, self.i = target, t, 0
+            self.n, self.h = _n_steps(abs(span), self.size), math.copysign(self.size, span)
         self.i += 1
-        return self.times[self.i - 1]
+        return target if self.i >= self.n else self.start + self.i * self.h
 
 
 @dataclass(frozen=True, repr=False)
@@ -239,6 +247,7 @@ class AdaptiveStep(StepController):
     max_steps: int = 10_000
     land: bool = False
     adaptive = True
+    warns_of_tolerance: ClassVar[bool] = True  # if rtol is near the round-off of y0
 
     __repr__ = short_repr
 
@@ -289,6 +298,11 @@ class AdaptiveStep(StepController):
                 f"AdaptiveStep({name}=...) must be a number or have one number for each leaf of y0; found {mismatch}."
             ) from None
 
+    def tolerances(self, leaves: Sequence[int]) -> tuple[Factors, Factors]:
+        """rtol and atol of these leaves, as factors of them."""
+        # An atol of 1e-36 avoids 0 / 0.
+        return [self.rtol[i] for i in leaves], [self.atol[i] or 1e-36 for i in leaves]
+
     def begin(self, start: SolveStart) -> ControllerState:
         return AdaptiveStepState(self, start)
 
@@ -308,8 +322,7 @@ class AdaptiveStepState(AdaptiveControllerState):
         self.t_end, self.through_search = start.t_end, start.through_search
         tolerances = list(zip(controller.rtol, controller.atol, strict=True))
         self.controlled = [i for i, pair in enumerate(tolerances) if all(map(math.isfinite, pair))]
-        self.rtol = [controller.rtol[i] for i in self.controlled]
-        self.atol = [controller.atol[i] or 1e-36 for i in self.controlled]  # avoids 0 / 0 where atol = 0
+        self.rtol, self.atol = controller.tolerances(self.controlled)
         self.n_attempts, self.limit = 0, controller.max_steps
         self.just_rejected = False
         self.last = 1e-4  # error ratio of the last accepted step; Hairer's initial value
@@ -356,6 +369,8 @@ class AdaptiveStepState(AdaptiveControllerState):
             return min(abs(span), max(1e-6, 1e-3 * size))
         # f may change faster than it seems to at the start: no slower than over the span, or while y moves by ten
         # times its size.
+        if d1 <= 1e-5:  # f is zero at the start, and grows: it tells nothing of the rate
+            d1 = max(d1, d2 * abs(span))
         rate = max(d2 / max(d1, 1e-15), 1 / abs(span), 0.1 * d1 / d0 if known else 0.0)
         constant = 2.0 ** (self.q - 2) * math.factorial(self.q)
         return min(self.controller.safety * (constant * rate / max(d1, 1e-15)) ** (1 / self.q) / rate, abs(span))

@@ -30,6 +30,10 @@ class InvalidFieldError(SolverError, TypeError):
     """f did not return a slope for each leaf of the state."""
 
 
+class SlopeMismatchError(InvalidFieldError):
+    """f returned a tensor of another shape or dtype than y has."""
+
+
 class IncompatibleError(SolverError, TypeError):
     """A solver, controller and gradient method cannot work together."""
 

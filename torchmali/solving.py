@@ -518,17 +518,19 @@ def _checked_state(leaves: tuple) -> Tensors:
         if z.dtype in (torch.bfloat16, torch.float16):
             raise InvalidStateError(
                 f"{of} has dtype {z.dtype}, too coarse for a state that sums many small steps. Keep the state in "
-                "float32 and call this under torch.autocast: then f alone runs in low precision."
+                "float32 and call this under torch.autocast: then f alone runs in low precision. (odeint takes "
+                "such a y0, and carries it in float32.)"
             )
         if z.dtype not in (torch.float32, torch.float64):
             raise InvalidStateError(
-                f"{of} has dtype {z.dtype}: use a float32 or float64 state (torch.view_as_real for a complex one)."
+                f"{of} has dtype {z.dtype}: use a float32 or float64 state (torch.view_as_real for a complex one, "
+                "or odeint)."
             )
     return z0
 
 
 def _warn_of_tolerance(controller: StepController, z0: Tensors) -> None:
-    if not isinstance(controller, AdaptiveStep):
+    if not isinstance(controller, AdaptiveStep) or not controller.warns_of_tolerance:
         return
     for rtol, z in zip(controller.rtol, z0, strict=True):
         limit = 100 * torch.finfo(z.dtype).eps

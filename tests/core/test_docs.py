@@ -1,5 +1,6 @@
 """The examples of README.md and of pages in docs/ are run as they stand, and the files that the pages name exist."""
 
+import inspect
 import re
 from pathlib import Path
 
@@ -9,6 +10,8 @@ from torch import nn
 
 import torchmali as tm
 from torchmali.nn import ODERNN, ODERNNCell
+from torchmali.torchdiffeq import METHODS, options
+from torchmali.torchdiffeq.methods import GRADIENTS
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
@@ -99,7 +102,14 @@ PAGES = [
     README,
     *(
         ROOT / "docs" / name
-        for name in ("architecture.md", "extending.md", "limits.md", "outputs.md", "reading-guide.md")
+        for name in (
+            "architecture.md",
+            "coming-from-torchdiffeq.md",
+            "extending.md",
+            "limits.md",
+            "outputs.md",
+            "reading-guide.md",
+        )
     ),
 ]
 
@@ -109,6 +119,18 @@ def test_files_that_a_page_names_exist(page: Path):
     folders = [ROOT, ROOT / "torchmali", ROOT / "tests" / "core"]
     named = set(re.findall(r"`([\w./]+\.py)`", page.read_text()))
     assert not [name for name in named if not any((folder / name).exists() for folder in folders)]
+
+
+def test_the_page_for_those_who_come_from_torchdiffeq_names_every_method_and_option():
+    text = (ROOT / "docs" / "coming-from-torchdiffeq.md").read_text()
+    known = (*METHODS, *GRADIENTS, *options.ADAPTIVE_OPTIONS, *options.TIMES_OPTIONS, *options.FIXED_OPTIONS)
+    known += (*options.ADAMS_OPTIONS, *options.SCIPY_OPTIONS, *inspect.signature(tm.odeint_adjoint).parameters)
+    words = set(re.findall(r"\w+", text))
+    assert not [name for name in known if name not in words]
+    names: dict = {"func": Slope(), "y0": torch.randn(4, 16, requires_grad=True), "t": torch.tensor([0.0, 1.0])}
+    for block in examples(ROOT / "docs" / "coming-from-torchdiffeq.md"):
+        exec(block, names)
+    assert names["torchdiffeq"].odeint is names["odeint"] is tm.odeint and names["y"].shape == (2, 4, 16)
 
 
 def test_every_module_of_the_core_has_a_row_in_the_architecture():

@@ -97,14 +97,14 @@ def test_unknown_method_of_the_adjoint_lists_the_known_ones(name):
         odeint_adjoint(decay, Y0, SPAN, **options)
 
 
-def test_unknown_option_for_adaptive_steps_lists_the_known_ones():
-    with complaint(InvalidOptionError, ValueError, "'frist_step'", "'first_step'", "'max_num_steps'"):
+def test_unknown_option_for_adaptive_steps_is_ignored_with_the_nearest_known_one():
+    with pytest.warns(SolverWarning, match="'frist_step' is ignored.*mean 'first_step'.*max_num_steps"):
         odeint(decay, Y0, SPAN, options={"frist_step": 0.1})
 
 
-@pytest.mark.parametrize("method, options", [("rk4", {}), ("dopri5", {"step_size": 0.1})])
-def test_option_for_adaptive_steps_is_unknown_to_fixed_steps(method, options):
-    with complaint(InvalidOptionError, ValueError, "'first_step'", "fixed steps", "'step_size'"):
+@pytest.mark.parametrize("method, options", [("rk4", {}), ("alf", {"step_size": 0.1})])
+def test_option_for_adaptive_steps_is_ignored_by_fixed_steps(method, options):
+    with pytest.warns(SolverWarning, match="'first_step' is ignored.*fixed steps.*step_size"):
         odeint(decay, Y0, SPAN, method=method, options={**options, "first_step": 0.1})
 
 

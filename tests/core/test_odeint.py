@@ -44,7 +44,7 @@ def test_fixed_steps_of_odeint_run_on_over_output_times_as_torchdiffeqs_do(metho
     for odeint in (tm.odeint, torchdiffeq.odeint):
         calls = []
         func = lambda t, y, calls=calls: calls.append(1) or torch.cos(5 * t) * module(t, y)  # noqa: E731
-        options = {"step_size": 0.25} if odeint is tm.odeint else {"step_size": 0.25, "interp": "cubic"}
+        options = {"step_size": 0.25, "interp": "cubic"}
         found.append(odeint(func, Y0, times, method=method, options=options))
         counts.append(len(calls))
     assert (found[0] - found[1])[::10].abs().max() < 1e-14  # at grid points

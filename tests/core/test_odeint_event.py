@@ -58,7 +58,8 @@ def test_odeint_event_is_that_of_torchdiffeq(how: Any):
 
 def test_odeint_event_with_fixed_steps_and_backwards_in_time():
     f, state = Ball(), (torch.full((1,), 10.0).double(), torch.full((1,), 30.0).double())
-    how: Any = {"event_fn": lambda t, y: y[0] * (3 + t), "options": {"step_size": 0.01}, "method": "rk4"}
+    how: Any = {"event_fn": lambda t, y: y[0] * (3 + t), "method": "rk4"}
+    how["options"] = {"step_size": 0.01, "interp": "cubic"}
     t, (heights, _) = tm.odeint_event(f, state, double(0.3), reverse_time=True, **how)
     wanted, _ = torchdiffeq.odeint_event(f, state, double(0.3), reverse_time=True, event_fn=how["event_fn"])
     assert abs(t - wanted).item() < 1e-8 and heights.shape == (2, 1)

@@ -339,12 +339,6 @@ def test_a_norm_in_options_sees_the_tensor_as_torchdiffeqs_does():
     assert set(seen) == {(2, 3)}
 
 
-def test_a_callable_adjoint_norm_is_refused():
-    options = {"norm": lambda x: x[0]}
-    with pytest.raises(tm.InvalidOptionError, match="seminorm"):
-        tm.odeint_adjoint(lambda t, y: -y, double(3), torch.tensor([0.0, 1.0]), adjoint_options=options)
-
-
 def test_the_seminorm_leaves_parameters_out_when_a_leaf_is_uncontrolled():
     lin = net()
 

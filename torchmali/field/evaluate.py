@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from torchmali._torch import is_of_freed_graph, lacks_graph, lend_parameter, n_changes, parameters_of, run_backward
 from torchmali.copies import copied
-from torchmali.errors import InvalidFieldError, InvalidOptionError, NonRepeatableFieldError, warn
+from torchmali.errors import InvalidFieldError, InvalidOptionError, NonRepeatableFieldError, SlopeMismatchError, warn
 from torchmali.field.arguments import NO_ARGUMENTS, Arguments, normal
 from torchmali.field.behaviour import Behaviour, forget, recall, remember
 from torchmali.field.environment import Environment, version_of
@@ -425,7 +425,7 @@ class Field:
         shape, dtype = self.signature[i]
         if self.environment.is_cast and leaf.shape == shape and leaf.is_floating_point():
             return leaf.to(dtype)
-        raise InvalidFieldError(
+        raise SlopeMismatchError(
             f"f must return dy/dt with y's shape and dtype{of}: y has shape {tuple(shape)}, {dtype}; f returned "
             f"{tuple(leaf.shape)}, {leaf.dtype}. (A different shape would be broadcast, a different dtype would "
             "change the precision of the state: reshape or cast inside f.)"

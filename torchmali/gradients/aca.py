@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from torchmali.controllers import StepController
+from torchmali.errors import IncompatibleError
 from torchmali.gradients.base import Problem
 from torchmali.gradients.replay import ReplayGradient
+from torchmali.solvers.base import Solver
 from torchmali.tape import Tape
 
 
@@ -20,6 +23,14 @@ class ACA(ReplayGradient):
 
     inverts: ClassVar[bool] = False
     obstacle_to_dense: ClassVar[str | None] = None
+
+    def check(self, solver: Solver, controller: StepController) -> None:
+        super().check(solver, controller)
+        if solver.remembers_steps:
+            raise IncompatibleError(
+                f"ACA() differentiates each step by itself, but those of {solver} depend on earlier ones. Use "
+                "Naive() or Adjoint(), or a Runge-Kutta solver."
+            )
 
     def tape(self, problem: Problem) -> Tape:
         return Tape(keep_every=1, rewinds=True)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from torchmali.controllers import AdaptiveStep, Norm, StepController, checked_norm, rms_norm
-from torchmali.errors import IncompatibleError, warn
+from torchmali.errors import warn
 from torchmali.field.evaluate import Field
 from torchmali.gradients.base import (
     GradientMethod,
@@ -38,12 +38,15 @@ class Adjoint(GradientMethod):
 
     The backward trajectory parts from the forward one, and the gradient is that of the ODE up to the tolerance of both
     solves, not that of the discretisation. solver, controller: those of the backward solve (None: the forward ones).
-    seminorm: leave dL/dtheta out of the error norm ("Hey, that's not an ODE", Kidger et al. 2021): fewer steps.
+    seminorm: leave dL/dtheta out of the error norm ("Hey, that's not an ODE", Kidger et al. 2021): fewer steps. norm:
+    a norm of the scaled error of the whole backward state, in place of the largest of the norms of its parts. It maps
+    the leaves of z, those of a and then dL/dtheta to a 0-d tensor.
     """
 
     solver: Solver | None = None
     controller: StepController | None = None
     seminorm: bool = False
+    norm: Norm | None = None
     compares_first_value: ClassVar[bool] = True
     obstacle_to_dense: ClassVar[str | None] = "its backward solve takes steps of its own"
 
@@ -60,10 +63,6 @@ class Adjoint(GradientMethod):
     def solve(self, problem: Problem) -> Solved:
         if not problem.wants_gradient:
             return solve_without_graph(problem)
-        if any(x.is_complex() for x in problem.field.theta):
-            raise IncompatibleError(
-                "Adjoint() integrates dL/dtheta, which must be real: f has complex parameters. Use MALI() or ACA()."
-            )
         return through_function(_Adjoint, self, problem)
 
     def backward_controller(self, forward: StepController, field: Field) -> StepController:
@@ -77,7 +76,7 @@ class Adjoint(GradientMethod):
             controller,
             rtol=(*controller.rtol, *controller.rtol, *[min(controller.rtol)] * m),
             atol=(*controller.atol, *controller.atol, *[min(controller.atol)] * m),
-            norm=_augmented_norm(controller.norm, n, self.seminorm),
+            norm=self.norm or _augmented_norm(controller.norm, n, self.seminorm),
             land=True,
         )
 
@@ -129,7 +128,10 @@ class _Adjoint(torch.autograd.Function):
             _warn_of_drift(Floats(back.z, back.z), Floats(z0, z0), ctx.controller)
         ctx.stats.count(n_evals_backward=f.n_evals, n_vjps=f.n_vjps)
         a_t = None if t is None else torch.stack(outputs.of_given_times(back.a_t)).to(t)
-        return (None, None, None, a_t, *back.a, *back.a_theta, *back.a_observer)
+        a_theta = [
+            torch.view_as_complex(a) if p.is_complex() else a for a, p in zip(back.a_theta, f.theta, strict=True)
+        ]
+        return (None, None, None, a_t, *back.a, *a_theta, *back.a_observer)
 
 
 class _AdjointSolve:
@@ -149,7 +151,7 @@ class _AdjointSolve:
         self.solver, self.controller, self.slope = solver, controller, _augmented(f)
         self.z = tuple(leaf[-1] for leaf in y)
         self.a = [torch.zeros_like(leaf[0]) for leaf in y]
-        self.a_theta = tuple(torch.zeros_like(p) for p in f.theta)
+        self.a_theta = tuple(_real(torch.zeros_like(p)) for p in f.theta)
         self.a_observer: list[Tensor | None] = [None] * len(outputs.theta)
         self.a_t = [f.scalar(0.0)] * len(times)
 
@@ -213,10 +215,15 @@ def _augmented(f: Field) -> Callable[[Time, Tensors], Tensors]:
     def slope(t: Time, x: Tensors) -> Tensors:
         with torch.enable_grad():
             u, g, _ = f.linearize(t, x[:n], x[n : 2 * n])
-        grads = [torch.zeros_like(y) if dy is None else -_dense(dy) for dy, y in zip(g, x[n:], strict=True)]
+        grads = [torch.zeros_like(y) if dy is None else -_real(_dense(dy)) for dy, y in zip(g, x[n:], strict=True)]
         return (*u, *grads)
 
     return slope
+
+
+def _real(x: Tensor) -> Tensor:
+    """That of a complex parameter is solved for as pairs of real numbers."""
+    return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
 
 
 def _dense(x: Tensor) -> Tensor:

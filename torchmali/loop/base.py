@@ -188,6 +188,7 @@ class Loop(Abstract):
 
     def attempt(self, t1: Time, plan: RefreshPlan, state: State) -> tuple[Attempt, Residuals]:
         self._enter(t1)
+        self.control.attempting(self.t, t1, state)
         how = self.f, self.t, t1, state, self.carry, self.is_adaptive
         looks_inside = self.outputs.looks_inside(self.t, t1)
         if plan.collects:

@@ -52,7 +52,12 @@ class StepBack(NamedTuple):
 
 
 class Solver(Abstract):
-    """A one-step method. An immutable value: two solves never influence each other."""
+    """A one-step method. An immutable value: two solves never influence each other.
+
+    remembers_steps: its steps depend on earlier ones through the carry, so that none can be repeated by itself.
+    """
+
+    remembers_steps: ClassVar[bool] = False
 
     saved: Sequence[Tensor] = ()  # what it reads beside the state, f's tensors and the fixed arguments
 

@@ -60,6 +60,12 @@ class Tableau:
         self._coefficients = tuple(a), b, dense
 
     @functools.cached_property
+    def with_straight_lines(self) -> Tableau:
+        """These coefficients with a linear interpolant."""
+        a, b, _ = self._coefficients
+        return Tableau(self.order, a, b, dense=[(w,) for w in b])
+
+    @functools.cached_property
     def interpolant(self) -> Interpolant:
         """The interpolant, made when it is first needed."""
         a, b, dense = self._coefficients
@@ -120,7 +126,10 @@ class RungeKutta(InterpolatingSolver):
     def step(self, f: Slope, t0: Time, t1: Time, state: State, carry: Tensors | None, adaptive: bool) -> Attempt:
         tableau, h, z = self.tableau, t1 - t0, state.point
         k = self.stages(f, t0, t1, z, carry)
-        z_out = _moved(z, h, tableau.b, k)
+        # The increment is summed up before it is added: that rounds z once.
+        z_out = (
+            combine(z, (1.0,), (_moved(None, h, tableau.b, k),)) if len(tableau.b) > 1 else _moved(z, h, tableau.b, k)
+        )
         if not adaptive:
             return Attempt(state.of(z_out), stages=k, start=k[0])
         end_slope = f(t1, z_out) if tableau.fsal else None
@@ -167,6 +176,17 @@ def _moved(z: Tensors | None, h: Time, row: Sequence[tuple[int, Time]], k: Seque
     return combine(z, [h * w for _, w in row], [k[j] for j, _ in row])
 
 
+@dataclass(frozen=True)
+class StraightLines(RungeKutta):
+    """The steps of another method, and straight lines between the points of its grid."""
+
+    base: RungeKutta
+
+    @property
+    def tableau(self) -> Tableau:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.base.tableau.with_straight_lines
+
+
 class Euler(RungeKutta):
     """Explicit Euler, order 1."""
 
@@ -207,6 +227,12 @@ class HeunEuler(RungeKutta):
     """Heun-Euler 2(1): the paper's RK12."""
 
     tableau = Tableau(2, [(1.0,)], (1 / 2, 1 / 2), e=(-1 / 2, 1 / 2), dense=HEUN_EULER)
+
+
+class Fehlberg2(RungeKutta):
+    """Fehlberg's 2(1) pair of three stages (1969), of which the last is not the slope at the end."""
+
+    tableau = Tableau(2, [(1 / 2,), (1 / 256, 255 / 256)], (1 / 512, 255 / 256, 1 / 512), e=(-1 / 512, 0.0, 1 / 512))
 
 
 class Bosh3(RungeKutta):

@@ -8,6 +8,7 @@ from experiments.flows import memory as flow_memory
 from experiments.flows import plane as densities
 from experiments.images import recognition as images
 from experiments.images import solvers
+from experiments.matching import steering
 from experiments.matching import training as matching
 from experiments.series import latent, paths, solving
 from experiments.theory import accounting, explain, feasibility, memory, stability, toy
@@ -203,6 +204,15 @@ EXPERIMENTS = {
             main=matching.main,
             takes={"smoke": "5 s", "cpu": "1 h", "cpu-cifar10": "not run"},
             data="MNIST; CIFAR-10; scikit-learn's digits (come with it) for smoke",
+        ),
+        Experiment(
+            name="steering",
+            what="noise optimised through the sampler: inpainting, deblurring, labels, by gradient method",
+            shows="nothing of the paper's; memory, time and use of gradients through a sampler",
+            presets=steering.PRESETS,
+            main=steering.main,
+            takes={"smoke": "10 s", "cpu": "20 min"},
+            data="MNIST, and the weights of `matching`; scikit-learn's digits (come with it) for smoke",
         ),
     )
 }

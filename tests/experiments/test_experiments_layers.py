@@ -12,6 +12,7 @@ import pytest
 import torchmali
 import torchmali.audit
 import torchmali.engine
+import torchmali.flow
 import torchmali.measure
 import torchmali.nn
 
@@ -24,6 +25,7 @@ LAYERS = (  # a package or module may import those named before it, and its own 
 PUBLIC = {
     "torchmali": torchmali,
     "torchmali.nn": torchmali.nn,
+    "torchmali.flow": torchmali.flow,
     "torchmali.audit": torchmali.audit,
     "torchmali.engine": torchmali.engine,
     "torchmali.measure": torchmali.measure,

@@ -8,7 +8,7 @@ from experiments.flows import memory as flow_memory
 from experiments.flows import plane as densities
 from experiments.images import recognition as images
 from experiments.images import solvers
-from experiments.matching import steering
+from experiments.matching import inversion, steering
 from experiments.matching import training as matching
 from experiments.series import latent, paths, solving
 from experiments.theory import accounting, explain, feasibility, memory, stability, toy
@@ -212,6 +212,15 @@ EXPERIMENTS = {
             presets=steering.PRESETS,
             main=steering.main,
             takes={"smoke": "10 s", "cpu": "20 min"},
+            data="MNIST, and the weights of `matching`; scikit-learn's digits (come with it) for smoke",
+        ),
+        Experiment(
+            name="inversion",
+            what="images to noise and back: exact mode, leapfrogs, and couplings of others; edited images",
+            shows="nothing of the paper's; errors, noise, evaluations and memory of inversions",
+            presets=inversion.PRESETS,
+            main=inversion.main,
+            takes={"smoke": "10 s", "cpu": "15 min"},
             data="MNIST, and the weights of `matching`; scikit-learn's digits (come with it) for smoke",
         ),
     )

@@ -187,7 +187,7 @@ class CNF(SolveModule):
         return x, noise
 
     def _slope(self) -> Callable:
-        return partial(_slope, self.func, self.trace, (self.kinetic, self.jacobian))
+        return partial(augmented_slope, self.func, self.trace, (self.kinetic, self.jacobian))
 
     def _for_leaves(self, n_regularisers: int) -> StepController:
         controller = self.controller
@@ -232,7 +232,7 @@ class CNF(SolveModule):
         return f"t={shown_times(self.t)}, trace={self.trace}{extra}, {super().extra_repr()}"
 
 
-def _slope(
+def augmented_slope(
     func: Callable,
     trace: Trace,
     wanted: tuple[bool, bool],

@@ -16,9 +16,12 @@ State = tuple[Tensor, ...]
 
 
 class Coupling(Protocol):
-    """One step and its inverse. evaluations: of f, in a step."""
+    """One step and its inverse."""
 
-    evaluations: int
+    @property
+    def evaluations(self) -> int:
+        """Evaluations of f in a step."""
+        ...
 
     def start(self, f: Map, t: float, h: float, x: Tensor) -> State: ...
 

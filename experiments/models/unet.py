@@ -66,7 +66,11 @@ class UNet(nn.Module):
         return F.pixel_shuffle(self.head(F.silu(self.norm(h))), PATCH)
 
     def waves(self, t: Tensor, x: Tensor) -> Tensor:
-        """Sines and cosines of t, from one half of a period in [0, 1] to a hundred times as many."""
-        frequencies = torch.logspace(0, 2, self.n_waves, dtype=x.dtype, device=x.device) * math.pi
-        angles = t.to(x.dtype).expand(len(x))[:, None] * frequencies
-        return torch.cat([angles.sin(), angles.cos()], 1)
+        """Sines and cosines of t, from one half of a period in [0, 1] to a hundred times as many.
+
+        At least in float32: bfloat16 has no digits for so many periods.
+        """
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        frequencies = torch.logspace(0, 2, self.n_waves, dtype=dtype, device=x.device) * math.pi
+        angles = t.to(dtype).expand(len(x))[:, None] * frequencies
+        return torch.cat([angles.sin(), angles.cos()], 1).to(x.dtype)

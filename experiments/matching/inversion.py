@@ -39,10 +39,10 @@ class InversionConfig(Config):
 
     flow: str = "cpu"
     n_exact: int = 1000
-    n_images: int = 125
-    evaluations: tuple[int, ...] = (20, 60)
-    batch: int = 125
-    n_edited: int = 100
+    n_images: int = 64
+    evaluations: tuple[int, ...] = (20, 40)
+    batch: int = 100
+    n_edited: int = 50
     guidance: float = 2.0
     classifier_images: int = 20_000
 
@@ -176,16 +176,10 @@ def edited(
     z = carried(method, conditional(net, labels), DATA, NOISE, n, images)[0]
     sampler = Sampler(net)
     x = sampler.sample(z, wanted, n_steps=evaluations, guidance=Guidance(guidance, torch.full_like(labels, N_CLASSES)))
-    fresh = sampler.sample(
-        torch.randn(z.shape, generator=torch.Generator().manual_seed(0)),
-        wanted,
-        n_steps=evaluations,
-        guidance=Guidance(guidance, torch.full_like(labels, N_CLASSES)),
-    )
     return {
         "accuracy": judge.accuracy(x, wanted),
         "distance": rms(x - images),
-        "distance_of_new_samples": rms(fresh - images),
+        "distance_of_others": rms(x.roll(1, 0) - images),
         "images": packed(as_pixels(x[:N_SHOWN])),
     }
 
@@ -206,7 +200,8 @@ def main(config: InversionConfig, run: Run) -> dict[str, Any]:
     n = min(config.evaluations)
     for name, gradient in EXACT.items():
         sampler = Sampler(net, gradient=gradient)
-        work[f"{name} / {n}"] = partial(exact, sampler, images, labels, n, config.batch, run.folder)
+        part = (images, labels) if name == "exact, int64" else few
+        work[f"{name} / {n}"] = partial(exact, sampler, *part, n, config.batch, run.folder)
     some = images[: config.n_edited], labels[: config.n_edited]
     for name in EDITED:
         work[f"edited / {name}"] = partial(edited, METHODS[name], net, *some, judge, config.guidance, n)

@@ -198,7 +198,7 @@ def _steering_claims(record: Record, path: str) -> list[Claim]:
     text = "Gradients are those of autograd to 1e-4 in float32, and of stored states bit for bit in exact mode"
     claims.append(Claim("ours", text, verdict(holds), numbers, [path]))
     numbers = f"Cosine at N = {steps[-1]}: " + ", ".join(f"{name} {x:.3f}" for name, x in cosines.items()) + ". "
-    losses = {name: record.results["steered"][f"inpainting / {name}"]["loss"] for name in METHODS}
+    losses = {name: record.results["steered"][f"inpainting / {name}"]["loss"] for name in TASKS["inpainting"]}
     numbers += "Inpainting, last loss: " + ", ".join(f"{name} {x:.1f}" for name, x in losses.items()) + "."
     worse = [losses[name] > 1.1 * losses["MALI"] for name in ("last 5", "last 1")]
     claims.append(Claim("ours", "Truncated gradients steer worse", verdict(worse), numbers, [path]))
@@ -258,9 +258,9 @@ def _edits(record: Record, path: str) -> Table:
     rows = []
     for name in EDITED:
         cell = record.results["edited"][name]
-        texts = [f"{cell['accuracy']:.2f}", f"{cell['distance']:.3f}", f"{cell['distance_of_new_samples']:.3f}"]
+        texts = [f"{cell['accuracy']:.2f}", f"{cell['distance']:.3f}", f"{cell['distance_of_others']:.3f}"]
         rows.append([name, *(Cell(text, path) for text in texts)])
-    columns = ("inversion", "new label, by the classifier", "distance to the image", "of samples from new noise")
+    columns = ("inversion", "new label, by the classifier", "distance to the image", "of another edited image")
     notes = (
         f"{record.config['n_edited']} images; guidance {record.config['guidance']:g}; decoded by ALF. rms distances."
     )

@@ -197,6 +197,10 @@ def test_encode_undoes_sample_and_sample_undoes_encode_bit_for_bit(dtype, how):
     back = sampler.encode_with_code(z, *args, guidance=problem.guidance, **how)
     assert torch.equal(sampler.sample(back.code), z)
     assert not torch.equal(sampler.sample(back.x, *args, guidance=problem.guidance, **how), z)  # without the code
+    with pytest.raises(tm.InvalidOptionError, match="give it alone"):
+        sampler.encode(forth.code, *args)
+    with pytest.raises(tm.InvalidOptionError, match="give it alone"):
+        sampler.sample(back.code, guidance=problem.guidance)
     with pytest.raises(tm.IncompatibleError, match="give it to `sample`"):
         sampler.encode(back.code)
     with pytest.raises(tm.IncompatibleError, match="give it to `encode`"):
@@ -281,6 +285,7 @@ WRONG: list[tuple[Any, str]] = [
     (lambda: Sampler(Net(3), dtype=torch.int8), "floating-point dtype"),
     (lambda: Sampler(Net(3)).sample((2, 3), n_steps=0), "positive number of steps"),
     (lambda: Sampler(Net(3)).sample((2, 3), discount=1.5), "a number from 0 to 1"),
+    (lambda: Sampler(Net(3)).sample(torch.zeros(2, 3), generator=torch.Generator()), "leave one of them out"),
     (lambda: Sampler(Net(3)).sample((2, 3), guidance=TWO), r"give Guidance\(scale"),
     (lambda: Sampler(Net(3)).sample((2, 3), guidance=Guidance(torch.ones(3))), "3 scales for 2 samples"),
     (lambda: Sampler(lambda t, x: x[:, :2]).sample((2, 3)), "like x"),

@@ -109,7 +109,10 @@ class Sampler(SolveModule):
         as Jacobians of a chain of steps may explode.) With `Guidance` the guided velocity is discounted as a whole.
         """
         if isinstance(z, Code):
+            _require_alone(args, n_steps, guidance, discount, generator)
             return self._start_of(z, self.t[1], "encode")
+        if isinstance(z, Tensor) and generator is not None:
+            raise InvalidOptionError("generator draws the noise of a shape, but z is a tensor: leave one of them out.")
         z = z if isinstance(z, Tensor) else self.noise(z, generator)
         return self._solved(z, self.t, args, n_steps, guidance, discount).y[-1]
 
@@ -127,6 +130,7 @@ class Sampler(SolveModule):
         ended with another v. The code has v, and the bits that rounding took from x. discount: see `sample`.
         """
         if isinstance(x, Code):
+            _require_alone(args, n_steps, guidance, discount)
             return self._start_of(x, self.t[0], "sample")
         return self._solved(x, self.t[::-1], args, n_steps, guidance, discount).y[-1]
 
@@ -225,6 +229,12 @@ class Sampler(SolveModule):
     def extra_repr(self) -> str:
         dtype = "" if self.dtype is None else f", dtype={self.dtype}"
         return f"t={shown_times(self.t)}{dtype}, {super().extra_repr()}"
+
+
+def _require_alone(args: tuple, *options: Any) -> None:
+    """Refuse arguments beside a code, which would not count."""
+    if args or any(option is not None for option in options):
+        raise InvalidOptionError("A code holds the arguments and steps of its solve: give it alone.")
 
 
 def _arguments(args: tuple, guidance: Guidance | None) -> tuple:

@@ -53,7 +53,7 @@ def checked_discount(discount: Discount | None) -> Discount | None:
 def discounted(x: Tensor, factor: float | Tensor) -> Tensor:
     """Return x itself, whose derivative by x is `factor` in place of 1."""
     still = x.detach()
-    return still + factor * (x - still)  # still + 0: every finite x to the bit
+    return still + factor * (x - still)  # still + 0: x, but for the sign of a zero
 
 
 def guided_velocity(

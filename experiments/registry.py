@@ -8,6 +8,8 @@ from experiments.flows import memory as flow_memory
 from experiments.flows import plane as densities
 from experiments.images import recognition as images
 from experiments.images import solvers
+from experiments.matching import inversion, steering
+from experiments.matching import training as matching
 from experiments.series import latent, paths, solving
 from experiments.theory import accounting, explain, feasibility, memory, stability, toy
 
@@ -193,6 +195,33 @@ EXPERIMENTS = {
             presets=densities.PRESETS,
             main=densities.main,
             takes={"smoke": "5 s", "cpu": "8 to 14 min a data set"},
+        ),
+        Experiment(
+            name="matching",
+            what="flow matching of MNIST or CIFAR-10 by a small U-Net with labels: the network that others steer",
+            shows="nothing of the paper's; a network for sampling, steering and inversion",
+            presets=matching.PRESETS,
+            main=matching.main,
+            takes={"smoke": "5 s", "cpu": "1 h", "cpu-cifar10": "not run"},
+            data="MNIST; CIFAR-10; scikit-learn's digits (come with it) for smoke",
+        ),
+        Experiment(
+            name="steering",
+            what="noise optimised through the sampler: inpainting, deblurring, labels, by gradient method",
+            shows="nothing of the paper's; memory, time and use of gradients through a sampler",
+            presets=steering.PRESETS,
+            main=steering.main,
+            takes={"smoke": "10 s", "cpu": "20 min"},
+            data="MNIST, and the weights of `matching`; scikit-learn's digits (come with it) for smoke",
+        ),
+        Experiment(
+            name="inversion",
+            what="images to noise and back: exact mode, leapfrogs, and couplings of others; edited images",
+            shows="nothing of the paper's; errors, noise, evaluations and memory of inversions",
+            presets=inversion.PRESETS,
+            main=inversion.main,
+            takes={"smoke": "10 s", "cpu": "15 min"},
+            data="MNIST, and the weights of `matching`; scikit-learn's digits (come with it) for smoke",
         ),
     )
 }

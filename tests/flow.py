@@ -1,4 +1,7 @@
-"""A small flow for test_cnf.py. As a script it is that test's second process: python flow.py CODE RESULT"""
+"""A small flow for test_cnf.py and test_sampler.py.
+
+As a script it is their second process: python flow.py CODE RESULT
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,8 @@ def flow(d: int = 3, context: int = 0, **how: Any) -> CNF:
 
 def main(source: str, target: str) -> None:
     model, code = pickle.loads(Path(source).read_bytes())
-    Path(target).write_bytes(pickle.dumps(model.inverse(code)))
+    undo = model.encode if hasattr(model, "encode") else model.inverse
+    Path(target).write_bytes(pickle.dumps(undo(code)))
 
 
 if __name__ == "__main__":

@@ -73,7 +73,7 @@ PUBLIC: dict[str, tuple[str, ...]] = {  # a module, and its names
     "solving": ("solve",),
     "torchdiffeq": ("odeint", "odeint_adjoint", "odeint_dense", "odeint_event"),
 }
-MODULES = ("engine", "errors", "nn", "torchdiffeq")
+MODULES = ("adapters", "engine", "errors", "flow", "nn", "torchdiffeq")
 HOMES = {name: module for module, names in PUBLIC.items() for name in names}
 
 __all__ = sorted(HOMES)  # pyright: ignore[reportUnsupportedDunderAll]

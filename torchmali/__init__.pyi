@@ -1,7 +1,9 @@
 """The types of the public names, which __init__.py loads when they are used."""
 
+from torchmali import adapters as adapters
 from torchmali import engine as engine
 from torchmali import errors as errors
+from torchmali import flow as flow
 from torchmali import nn as nn
 from torchmali import torchdiffeq as torchdiffeq
 from torchmali.auditing import Audit as Audit

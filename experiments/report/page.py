@@ -18,6 +18,7 @@ from experiments.report.chapters import (
     flow_memory,
     flows,
     images,
+    matching,
     memory,
     plane,
     series,
@@ -72,6 +73,7 @@ VIEWS = (
     View("flows", "Continuous flows (Table 6)", ("flows",), flows.show),
     View("flow_memory", "Memory of flows", ("flow_memory",), flow_memory.show),
     View("plane", "Flows in the plane", ("densities",), plane.show),
+    View("matching", "Flow matching: steering and inversion", ("matching", "steering", "inversion"), matching.show),
     View("published", "Series at the published size", ("latent", "paths"), series.published, PUBLISHED),
     View("stability", "Theorems: stability, orders, ways back", ("stability",), theory.show_stability),
 )

@@ -2,7 +2,9 @@
 
 from pathlib import Path
 
-from examples import bouncing_ball, learn_physics
+import pytest
+
+from examples import bouncing_ball, learn_physics, steer_sampler
 
 
 def test_the_elasticity_of_a_ball_is_learned_from_the_time_of_a_bounce(tmp_path: Path):
@@ -20,3 +22,12 @@ def test_the_physics_of_a_ball_are_learned_from_its_heights(tmp_path: Path):
     bounces = zip(result.seen.learned.bounces, result.seen.truth.bounces, strict=True)
     assert all(abs(x - y) < 0.02 for x, y in bounces)
     assert (tmp_path / "learn_physics.png").stat().st_size > 10_000
+
+
+@pytest.mark.slow
+def test_the_hidden_half_of_a_digit_is_looked_for_through_all_steps(tmp_path: Path):
+    result = steer_sampler.main(["--iterations", "8", "--steps", "12", "--out", str(tmp_path)])
+    assert result.losses[-1] < 0.8 * result.losses[0]
+    few, many = (result.peaks[n] for n in (3, 12))
+    assert many[0] <= 1.05 * few[0] and many[1] > 2 * few[1]  # MALI's peak, plain autograd's
+    assert (tmp_path / "steer_sampler.png").stat().st_size > 10_000

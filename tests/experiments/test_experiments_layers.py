@@ -12,18 +12,22 @@ import pytest
 import torchmali
 import torchmali.auditing
 import torchmali.engine
+import torchmali.flow
 import torchmali.measure
 import torchmali.nn
+import torchmali.torchdiffeq
 
 ROOT = Path(__file__).parents[2]
 EXPERIMENTS = ROOT / "experiments"
 LAYERS = (  # a package or module may import those named before it, and its own modules
-    "methods", "data", "engine", "models", "theory", "images", "series", "flows", "registry", "report", "cli",
-    "__main__",
+    "methods", "data", "engine", "models", "theory", "images", "series", "flows", "matching", "registry", "report",
+    "cli", "__main__",
 )  # fmt: skip
 PUBLIC = {
     "torchmali": torchmali,
     "torchmali.nn": torchmali.nn,
+    "torchmali.torchdiffeq": torchmali.torchdiffeq,
+    "torchmali.flow": torchmali.flow,
     "torchmali.auditing": torchmali.auditing,
     "torchmali.engine": torchmali.engine,
     "torchmali.measure": torchmali.measure,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,6 +13,7 @@ from torchmali.compiled.in_graph import in_graph, is_followed
 from torchmali.controllers import FixedStep, StepController
 from torchmali.errors import InvalidTimesError
 from torchmali.gradients.base import GradientMethod
+from torchmali.gradients.mali import MALI
 from torchmali.solution import Solution, Stats
 from torchmali.solvers.base import Solver
 from torchmali.solving import solve
@@ -69,6 +71,13 @@ def default_controller(solver: Solver, on_outputs: bool = False) -> StepControll
     on_outputs: they end on output times in any case.
     """
     return FixedStep(0.25, land=on_outputs or not solver.interpolates)
+
+
+def exact_gradient(gradient: GradientMethod) -> GradientMethod:
+    """Return a method whose solves have a code: `gradient` itself, or MALI on integers wide enough for float32."""
+    if gradient.on_integers:
+        return gradient
+    return replace(gradient, exact="int64") if isinstance(gradient, MALI) else MALI(exact="int64")
 
 
 def checked_times(t: Times) -> Times:

@@ -19,7 +19,7 @@ from torchmali.controllers import AdaptiveStep, StepController
 from torchmali.errors import InvalidFieldError, InvalidOptionError, InvalidStateError
 from torchmali.gradients.base import GradientMethod
 from torchmali.gradients.mali import MALI
-from torchmali.nn.base import SolveModule, Times, checked_times, shown_times
+from torchmali.nn.base import SolveModule, Times, checked_times, exact_gradient, shown_times
 from torchmali.solution import short_repr
 from torchmali.solvers.base import Solver
 from torchmali.solvers.leapfrog import ALF, leapfrog_for
@@ -166,9 +166,7 @@ class CNF(SolveModule):
                 x, noise = x.clone(), None if noise is None else noise.clone()
                 return self.forward(x, *args, noise=noise, return_code=return_code)
         x, noise = self._checked(x, noise)
-        gradient = self.gradient
-        if return_code and not gradient.on_integers:
-            gradient = replace(gradient, exact="int64") if isinstance(gradient, MALI) else MALI(exact="int64")
+        gradient = exact_gradient(self.gradient) if return_code else self.gradient
         n_regularisers = self.kinetic + self.jacobian
         y0 = (x if x.requires_grad else x.detach(), *(x.new_zeros(len(x)) for _ in range(1 + n_regularisers)))
         how: dict[str, Any] = {"controller": self._for_leaves(n_regularisers), "gradient": gradient}
@@ -195,7 +193,7 @@ class CNF(SolveModule):
         return x, noise
 
     def _slope(self) -> Callable:
-        return partial(_slope, self.func, self.trace, (self.kinetic, self.jacobian))
+        return partial(augmented_slope, self.func, self.trace, (self.kinetic, self.jacobian))
 
     def _for_leaves(self, n_regularisers: int) -> StepController:
         controller = self.controller
@@ -242,7 +240,7 @@ class CNF(SolveModule):
         return f"t={shown_times(self.t)}, trace={self.trace}{extra}, {super().extra_repr()}"
 
 
-def _slope(
+def augmented_slope(
     func: Callable,
     trace: Trace,
     wanted: tuple[bool, bool],

@@ -6,12 +6,16 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 from matplotlib.image import imsave
 from rich.console import Console
 from rich.table import Table
 
+from experiments.data.source import DataError
+from experiments.engine.check import check_again, is_of, read_checks
 from experiments.engine.queue import Options, run_all
+from experiments.engine.record import RECORDS, Record, code_hash
 from experiments.engine.task import BadOption, Experiment, parsed, tasks_of
 from experiments.flows import images as flows
 from experiments.registry import EXPERIMENTS
@@ -47,7 +51,10 @@ def run(
     force: Annotated[bool, typer.Option("--force", help="run again what is finished")] = False,
     keep_weights: Annotated[bool, typer.Option("--keep-weights", help="beside the record, up to 5 MB")] = False,
     any_code: Annotated[
-        bool, typer.Option("--any-code", help="go on from checkpoints of code that has changed since")
+        bool, typer.Option("--any-code", help="go on also from what the code of today would make differently")
+    ] = False,
+    stale: Annotated[
+        bool, typer.Option("--stale", help="run again what is finished, if its replay with the code of today differs")
     ] = False,
     data_dir: Annotated[Path | None, typer.Option(help="where data sets are; default: TORCHMALI_DATA")] = None,
 ) -> None:
@@ -56,12 +63,36 @@ def run(
     for experiment in map(_known, name.split(",")):
         tasks += tasks_of(experiment, preset, methods, seeds, parsed(experiment, preset, set_ or []))
     try:
-        done = run_all(tasks, Options(force, max_seconds, keep_weights, data_dir, any_code), jobs, console)
+        done = run_all(tasks, Options(force, max_seconds, keep_weights, data_dir, any_code, stale), jobs, console)
     except KeyboardInterrupt:
         console.print("Stopped. The same command goes on from the last finished piece or epoch.", highlight=False)
         raise typer.Exit(130) from None
     if not done:
         raise typer.Exit(1)
+
+
+@app.command()
+def replay(
+    name: Annotated[str, typer.Argument(help="of an experiment, or of several; default: all")] = "",
+    again: Annotated[bool, typer.Option("--again", help="also what was replayed by the code of today before")] = False,
+    data_dir: Annotated[Path | None, typer.Option(help="where data sets are; default: TORCHMALI_DATA")] = None,
+) -> None:
+    """Tell of all records whether the code of today would still make them, and write it down for the report."""
+    torch.set_num_threads(1)
+    for experiment in map(_known, name.split(",") if name else EXPERIMENTS):
+        for path in sorted((RECORDS / experiment.name).glob("[cp]*.json")):
+            record, key = Record.read(path), f"{experiment.name}/{path.name}"
+            entry = read_checks().get(key)
+            if entry and is_of(entry, record) and entry["code"] == code_hash(experiment.main) and not again:
+                continue
+            console.print(f"{key}: {_replayed(key, experiment, record, data_dir)}", markup=False, highlight=False)
+
+
+def _replayed(key: str, experiment: Experiment, record: Record, data_dir: Path | None) -> str:
+    try:
+        return check_again(key, experiment, record, data_dir)
+    except (BadOption, DataError) as error:
+        return f"cannot be replayed here: {error}"
 
 
 @app.command()

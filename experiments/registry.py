@@ -125,6 +125,7 @@ EXPERIMENTS = {
             presets=feasibility.PRESETS,
             main=feasibility.main,
             takes={"smoke": "5 s", "cpu": "30 min, 16 GB of memory"},
+            replayed=("large / h 0.25 / resnet / 2", "large / h 0.25 / mali / 2"),
         ),
         Experiment(
             name="latent",
@@ -185,6 +186,7 @@ EXPERIMENTS = {
             presets=flow_memory.PRESETS,
             main=flow_memory.main,
             takes={"smoke": "10 s", "cpu": "2 min"},
+            replayed=("mali / 0.01 / 1",),
         ),
         Experiment(
             name="densities",

@@ -7,6 +7,7 @@ one that was not.
 
 from __future__ import annotations
 
+import functools
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,8 +24,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from torchmetrics.classification import MulticlassAccuracy
 
 from experiments.engine.batches import Batches, share
-from experiments.engine.checkpoint import CheckpointKeeper, save_weights
+from experiments.engine.checkpoint import CheckpointKeeper, FirstSteps, save_weights
 from experiments.engine.measure import evaluations, solves
+from experiments.engine.replay import Replayed
 from experiments.engine.task import OutOfTime, Run
 
 ACCURACIES = ("train_accuracy", "validation_accuracy", "watched_accuracy", "test_accuracy")
@@ -139,9 +141,12 @@ def train(
     All that the module logs by epoch becomes `run.metrics`. best: the metric by which an epoch is chosen for the test,
     the highest unless `lowest`. Raises OutOfTime after an epoch that ends beyond the run's deadline.
     """
+    again = functools.cache(functools.partial(replayed, run, make, batches, devices))
+    if run.replaying:
+        raise Replayed(again(run.replaying.steps))
+    keeper = CheckpointKeeper(run, epochs, best, lowest, again)
     torch.manual_seed(run.seed("init"))
     module = make()
-    keeper = CheckpointKeeper(run, epochs, best, lowest)
     keeper.resume(module)
     with _quiet():
         while len(keeper.history) < epochs:
@@ -165,18 +170,36 @@ def train(
     return Trained(module, keeper.best_epoch, found, last, seeds(run, epochs))
 
 
+def replayed(
+    run: Run, make: Callable[[], lightning.LightningModule], batches: Batches, devices: Devices, steps: int | None
+) -> dict[str, Any]:
+    """Train for the first steps of a run, or for its first epoch where there is no number; nothing is kept.
+
+    Returns loss and evaluations of each of the first steps and, of a whole epoch, the means that a run logs.
+    """
+    torch.manual_seed(run.seed("init"))
+    module, first = make(), FirstSteps()
+    with _quiet():
+        trainer = _trainer(run, 1, devices, first, limit_train_batches=steps, limit_val_batches=0)
+        trainer.fit(module, datamodule=_Data(run, batches, 0))
+    means = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    steps_of_rank_0 = trainer.strategy.broadcast(first.steps)
+    return {"steps": steps_of_rank_0, **({"epoch": means} if steps is None else {})}
+
+
 def seeds(run: Run, epochs: int) -> dict[str, Any]:
     """Seeds of all uses of random numbers; a list has one for each epoch."""
     by_epoch = {use: [run.seed(use, epoch) for epoch in range(epochs)] for use in ("order", "subsample", "dropout")}
     return {"init": run.seed("init"), **by_epoch, "test": run.seed("test")}
 
 
-def _trainer(run: Run, epochs: int, devices: Devices, *callbacks: lightning.Callback) -> lightning.Trainer:
+def _trainer(run: Run, epochs: int, devices: Devices, *callbacks: lightning.Callback, **more: Any) -> lightning.Trainer:
     return lightning.Trainer(
         accelerator=devices.accelerator, devices=devices.devices, strategy=devices.strategy, max_epochs=epochs,
         precision=devices.precision,  # pyright: ignore[reportArgumentType]
         callbacks=list(callbacks), default_root_dir=run.folder, logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0, use_distributed_sampler=False,
+        **more,
     )  # fmt: skip
 
 

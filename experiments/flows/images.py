@@ -299,7 +299,7 @@ def main(config: FlowsConfig, run: Run) -> dict[str, Any]:
     with published_tolerances():
         torch.manual_seed(run.seed("init"))
         run.so_far = {
-            "untrained_validation_bits": mean_bits(make(), batches.validation()[0]),
+            "untrained_validation_bits": None if run.replaying else mean_bits(make(), batches.validation()[0]),
             "solved": {**solved, "weight": weight(config)},
         }
         devices = Devices(accelerator="auto")

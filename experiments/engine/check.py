@@ -101,10 +101,10 @@ def read_checks(path: Path = CHECKS) -> dict[str, dict[str, Any]]:
 
 def is_of(entry: Mapping[str, Any], record: Record) -> bool:
     """Tell whether a check is of this record, not of one that was there before."""
-    return entry["record"] == _identity(record)
+    return entry["record"] == identity(record)
 
 
-def _identity(record: Record) -> str:
+def identity(record: Record) -> str:
     return checksum(dataclasses.asdict(dataclasses.replace(record, replay={})))[:16]
 
 
@@ -121,7 +121,7 @@ def check_again(name: str, experiment: Experiment, record: Record, data_dir: Pat
     before = entries.get(name, {})
     pinned = before.get("steps") if before and is_of(before, record) else None
     found = check(task, record, data_dir, pinned)
-    entry: dict[str, Any] = {"record": _identity(record), "verdict": found.verdict, "compared": found.compared}
+    entry: dict[str, Any] = {"record": identity(record), "verdict": found.verdict, "compared": found.compared}
     entry |= {"date": datetime.now(timezone.utc).date().isoformat(), **by_whom(experiment.main)}
     if found.difference:
         entry["difference"] = found.difference

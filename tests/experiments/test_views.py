@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -371,7 +371,7 @@ def test_neural_cdes_are_judged():
     assert cde_verdicts(mali=(0.94, 0.97))["intro-series"] == "inconclusive"
 
 
-def damped(digits: dict[float, Sequence[float]], unsafe_error: float = 1e-6) -> dict[str, str]:
+def damped(digits: Mapping[float, Sequence[float]], unsafe_error: float = 1e-6) -> dict[str, str]:
     runs = [path_run("mali", x, seed, eta=eta) for eta, xs in digits.items() for seed, x in enumerate(xs)]
     runs += [
         latent_run("mali", f, 0.004 + 0.0001 * s, s, eta=eta) for eta in series.ETAS for f in (0.1, 0.2) for s in (0, 1)

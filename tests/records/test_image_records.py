@@ -30,7 +30,7 @@ def test_every_method_of_digits_was_run_with_five_seeds():
 def test_mali_is_as_accurate_as_aca_and_evaluates_f_less_often_than_naive_and_adjoint(experiment):
     groups = grouped(records(experiment))
     assert len(groups["MALI"]) >= 3
-    apart = difference(*(by_seed(groups[name], percent) for name in ("MALI", "ACA")))
+    apart = difference(by_seed(groups["MALI"], percent), by_seed(groups["ACA"], percent))
     assert similar(apart, 1.0) != "does not hold here"  # of three seeds or five it may be inconclusive
     its = together(groups, "MALI", "naive", "adjoint")
     assert len(its["MALI"]) >= 2

@@ -248,7 +248,7 @@ def _percent(x: Difference) -> str:
     return f"{100 * x.mean:+.1f} %" + ("" if math.isnan(x.error) else f" ± {100 * x.error:.1f}")
 
 
-def halves_the_error_of_the_mean(at: ByFraction, mean: float) -> Claim | None:
+def halves_the_error_of_the_mean(at: ByFraction, mean: float) -> Check | None:
     its = each(at[0.1], "mali")
     if not its:
         return None

@@ -114,7 +114,7 @@ def _fine_sizes(groups: Groups) -> list[float]:
 def _claim(
     id_: str, here: str, parts: Sequence[bool | str], rule: str, numbers: str, *groups: Sequence[Found]
 ) -> Claim:
-    its = {str(i): group for i, group in enumerate(groups)}
+    its = {str(i): list(group) for i, group in enumerate(groups)}
     paths = [one.path for group in groups for one in group]
     return Claim(id_, verdict(parts), f"{numbers} ({seeds_of(its)}.)", rule, paths, here)
 
@@ -324,7 +324,8 @@ def more_accurate_than_the_adjoint(groups: Groups, here: str) -> Claim | None:
     if "adjoint" not in groups:
         return None
     its = {name: groups[name] for name in ("MALI", "adjoint")}
-    apart = difference(*(by_seed(group, _own) for group in its.values()))
+    mali, other = (by_seed(group, _own) for group in its.values())
+    apart = difference(mali, other)
     numbers = f"MALI {own(its['MALI']):.1f} %, adjoint {own(its['adjoint']):.1f} %, both with h = 0.25: {apart}."
     return _claim(
         "imagenet-adjoint", here, [greater(apart, 1.0)], GREATER.format(limit="1 point"), numbers, *its.values()
@@ -335,7 +336,8 @@ def follows_its_resnet_twin(groups: Groups, here: str) -> Claim | None:
     if "ResNet" not in groups:
         return None
     its = {name: groups[name] for name in ("MALI", "ResNet")}
-    apart = difference(*(by_seed(group, _own) for group in its.values()))
+    mali, other = (by_seed(group, _own) for group in its.values())
+    apart = difference(mali, other)
     numbers = f"MALI {own(its['MALI']):.1f} %, ResNet {own(its['ResNet']):.1f} %: {apart}."
     return _claim(
         "imagenet-resnet", here, [similar(apart, 1.0)], SIMILAR.format(limit="1 point"), numbers, *its.values()

@@ -180,7 +180,7 @@ PUBLISHED, OTHERS = ("MALI as published", "ACA"), ("torchdiffeq adjoint", "torch
 
 
 def similar_and_smaller_errors(toy: Toy, id_: str, long: bool) -> Claim:
-    ours, aca = (_compare(toy, "literal", *pair, long, LIKE) for pair in (PUBLISHED, PUBLISHED[::-1]))
+    ours, aca = (_compare(toy, "literal", a, b, long, LIKE) for a, b in (PUBLISHED, PUBLISHED[::-1]))
     alike = {alpha: (min(ours[alpha][0], aca[alpha][0]), ours[alpha][1]) for alpha in toy.alphas}
     smaller = {(a, b): _compare(toy, "literal", a, b, long) for a in PUBLISHED for b in OTHERS}
     parts = [f"similar: {_told(alike)}", *(f"{a} <= {b}: {_told(counts)}" for (a, b), counts in smaller.items())]

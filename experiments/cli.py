@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -53,22 +55,38 @@ def run(
     any_code: Annotated[
         bool, typer.Option("--any-code", help="go on also from what the code of today would make differently")
     ] = False,
+    accelerator: Annotated[str, typer.Option(help="auto (CUDA where there is a GPU), cpu, cuda, mps")] = "auto",
+    devices: Annotated[
+        int, typer.Option(help="that share each batch, a process for each (DDP, started by torchrun)")
+    ] = 1,
     stale: Annotated[
         bool, typer.Option("--stale", help="run again what is finished, if its replay with the code of today differs")
     ] = False,
     data_dir: Annotated[Path | None, typer.Option(help="where data sets are; default: TORCHMALI_DATA")] = None,
 ) -> None:
     """Run an experiment; go on with one that was stopped; skip one that is finished."""
+    if devices > 1:
+        set_ = [*(set_ or []), f"devices={devices}"]
+        if "WORLD_SIZE" not in os.environ:
+            raise typer.Exit(_several_processes(devices))
     seeds, methods, tasks = _numbers(seed), [m for m in method.split(",") if m], []
     for experiment in map(_known, name.split(",")):
         tasks += tasks_of(experiment, preset, methods, seeds, parsed(experiment, preset, set_ or []))
     try:
-        done = run_all(tasks, Options(force, max_seconds, keep_weights, data_dir, any_code, stale), jobs, console)
+        done = run_all(
+            tasks, Options(force, max_seconds, keep_weights, data_dir, any_code, accelerator, stale), jobs, console
+        )
     except KeyboardInterrupt:
         console.print("Stopped. The same command goes on from the last finished piece or epoch.", highlight=False)
         raise typer.Exit(130) from None
     if not done:
         raise typer.Exit(1)
+
+
+def _several_processes(n: int) -> int:
+    """Run the same command in n processes, and return its exit code."""
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n)]
+    return subprocess.run([*words, "-m", "experiments", *sys.argv[1:]], check=False).returncode
 
 
 @app.command()

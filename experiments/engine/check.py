@@ -40,19 +40,21 @@ class Check(NamedTuple):
     steps: list[dict[str, float]] | None = None
 
 
-def check(task: Task, record: Record, data_dir: Path | None = None, pinned: list[Any] | None = None) -> Check:
+def check(
+    task: Task, record: Record, data_dir: Path | None = None, pinned: list[Any] | None = None, accelerator: str = "auto"
+) -> Check:
     """Replay a record with the code of today.
 
     pinned: first steps that were made later than the record, which itself has none.
     """
     steps = record.replay.get("steps") or pinned
     if steps:
-        now = _replayed(task, Wanted(len(steps)), data_dir)["steps"]
+        now = _replayed(task, Wanted(len(steps)), data_dir, accelerator)["steps"]
         since = "of the record" if "steps" in record.replay else "pinned later"
         said, kept = f"{len(steps)} first steps, {since}", None if record.replay else steps
         return Check(compare(steps, now), said, first_difference(steps, now), kept)
     if record.metrics:
-        return _check_training(task, record, data_dir)
+        return _check_training(task, record, data_dir, accelerator)
     found = _replayed(task, Wanted(pieces=tuple(record.replay.get("pieces", task.experiment.replayed))), data_dir)
     values = {name: value for name, value in found["pieces"].items() if value_in(record.results, name) is not None}
     if not values:
@@ -61,15 +63,15 @@ def check(task: Task, record: Record, data_dir: Path | None = None, pinned: list
     return Check(compare(then, values), f"pieces: {'; '.join(values)}", first_difference(then, values))
 
 
-def _check_training(task: Task, record: Record, data_dir: Path | None) -> Check:
+def _check_training(task: Task, record: Record, data_dir: Path | None, accelerator: str) -> Check:
     """Check a training run that pins no steps: by the means of its first epoch, or by counts that never change."""
     first = {name: values[0] for name, values in record.metrics.items() if values[0] is not None}
     if record.seconds["epochs"][0] <= LONGEST_EPOCH:
-        found = _replayed(task, Wanted(None), data_dir)
+        found = _replayed(task, Wanted(None), data_dir, accelerator)
         verdict, said = compare_epochs(first, found["epoch"]), "means of the first epoch"
         apart = difference_of_epochs(first, found["epoch"]) if verdict == DIFFERS else ""
         return Check(verdict, said, apart, found["steps"])
-    steps = _replayed(task, Wanted(STEPS), data_dir)["steps"]
+    steps = _replayed(task, Wanted(STEPS), data_dir, accelerator)["steps"]
     counts = {name: value for name, value in first.items() if name.startswith("evaluations") and value == int(value)}
     if not counts or not all(record.metrics[name][0] == statistics.fmean(record.metrics[name]) for name in counts):
         return Check(UNKNOWN, "made before replays existed; its steps vary, and its first epoch is long", "", steps)
@@ -81,9 +83,9 @@ def _check_training(task: Task, record: Record, data_dir: Path | None) -> Check:
     return Check(UNKNOWN, "made before replays existed; evaluations of a step are the same", "", steps)
 
 
-def _replayed(task: Task, wanted: Wanted, data_dir: Path | None) -> dict[str, Any]:
+def _replayed(task: Task, wanted: Wanted, data_dir: Path | None, accelerator: str = "auto") -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as place:
-        run = Run(task, data_dir=data_dir, replaying=wanted, place=Path(place))
+        run = Run(task, data_dir=data_dir, accelerator=accelerator, replaying=wanted, place=Path(place))
         try:
             task.experiment.main(task.config, run)
         except Replayed as replayed:

@@ -16,6 +16,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
+from experiments.engine.devices import synchronise
 from experiments.engine.measure import evaluations
 from experiments.engine.record import Record, by_whom, set_aside, write_in_one_piece
 from experiments.engine.replay import DIFFERS, SAME, STEPS, UNKNOWN, compare, compare_epochs
@@ -50,6 +51,7 @@ class CheckpointKeeper(FirstSteps):
         self.run, self.epochs, self.best, self.sign = run, epochs, best, -1 if lowest else 1
         self.history: list[dict[str, float]] = []
         self.seconds: list[float] = []
+        self.wall: list[float | None] = []  # seconds of training alone by the clock, when the device has done its work
         self.cpu: list[float] = []  # seconds of the processor, for training alone: other work does not disturb them
         self.best_epoch, self.best_value, self.best_weights = 0, math.nan, {}
         self.spent_before, self.started = 0.0, time.perf_counter()
@@ -73,6 +75,7 @@ class CheckpointKeeper(FirstSteps):
             module.load_state_dict(state["state_dict"])
             self._take_over(kept.get("replay", []), kept.get("parts", []), len(kept["history"]), kept["code"], said)
             self.history, self.seconds, self.cpu = kept["history"], kept["seconds"], kept["cpu"]
+            self.wall = kept.get("wall") or [None] * len(self.history)  # nobody took it before
             self.best_epoch, self.best_value, self.best_weights = kept["best"]
             self.spent_before = kept["spent"]
             break
@@ -97,6 +100,7 @@ class CheckpointKeeper(FirstSteps):
         module.load_state_dict(torch.load(self.run.task.weights, map_location="cpu", weights_only=True))
         self.history = history
         self.seconds, self.cpu = record.seconds["epochs"], record.seconds["training_cpu"]
+        self.wall = record.seconds.get("training_wall") or [None] * n
         self.spent_before = record.seconds["total"]
         self._compare(module)  # there are weights of no other epoch
         self.run.notes.append(f"Went on from the weights of {n} epochs; the optimizer's averages began anew.")
@@ -159,11 +163,14 @@ class CheckpointKeeper(FirstSteps):
         names = dict.fromkeys(name for row in self.history for name in row)
         self.run.metrics.update({name: [row.get(name) for row in self.history] for name in names})
         self.run.seconds.update(before=self.spent_before, epochs=list(self.seconds), training_cpu=list(self.cpu))
+        self.run.seconds["training_wall"] = list(self.wall)
         self.run.replay["steps"] = list(self.steps)
         self.run.parts[:] = [part for part in self.parts if part["last"] >= part["first"]]
 
     def on_train_epoch_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        self._epoch_started, self._cpu_started, self._validated = time.perf_counter(), time.process_time(), 0.0
+        synchronise(trainer.strategy.root_device)
+        self._epoch_started, self._cpu_started = time.perf_counter(), time.process_time()
+        self._validated, self._validated_wall = 0.0, 0.0
         if trainer.is_global_zero:
             self.run.log(event="epoch", epoch=trainer.current_epoch)
             self._tell(trainer.current_epoch, 0.0)
@@ -184,10 +191,13 @@ class CheckpointKeeper(FirstSteps):
         self.run.tell(min(1.0, (epoch + part) / self.epochs), text)
 
     def on_validation_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        self._validation_started = time.process_time()
+        synchronise(trainer.strategy.root_device)
+        self._validation_started, self._validation_started_wall = time.process_time(), time.perf_counter()
 
     def on_validation_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        synchronise(trainer.strategy.root_device)
         self._validated += time.process_time() - self._validation_started
+        self._validated_wall += time.perf_counter() - self._validation_started_wall
 
     def on_train_epoch_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         trainer.should_stop = True  # the next epoch is a fit of its own
@@ -200,7 +210,9 @@ class CheckpointKeeper(FirstSteps):
         self.history.append(row)
         self.parts = self.parts or [{**self.me, "first": 1, "last": 0}]
         self.parts[-1]["last"] = len(self.history)
+        synchronise(trainer.strategy.root_device)
         self.seconds.append(time.perf_counter() - self._epoch_started)
+        self.wall.append(self.seconds[-1] - self._validated_wall)
         self.cpu.append(time.process_time() - self._cpu_started - self._validated)
         self._compare(pl_module)
         self._write(trainer)
@@ -225,6 +237,7 @@ class CheckpointKeeper(FirstSteps):
             "history": self.history,
             "seconds": self.seconds,
             "cpu": self.cpu,
+            "wall": self.wall,
             "spent": self.spent_before + time.perf_counter() - self.started,
             "best": (self.best_epoch, self.best_value, self.best_weights),
         }

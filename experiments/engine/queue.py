@@ -22,9 +22,10 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 
 from experiments.data.source import DataError
 from experiments.engine.check import check
+from experiments.engine.devices import devices_of
 from experiments.engine.record import DamagedRecord, Record, code_hash, made_with, set_aside
 from experiments.engine.replay import DIFFERS
-from experiments.engine.task import BadOption, OutOfTime, Run, Task, Tell, as_json
+from experiments.engine.task import BadOption, OutOfTime, Run, Task, Tell, TrainedConfig, as_json
 
 MAX_WEIGHTS = 5_000_000  # bytes that may be kept beside a record
 RANK = int(os.environ.get("RANK", "0"))  # of several processes that torchrun started for one run; 0 writes the record
@@ -36,6 +37,7 @@ class Options(NamedTuple):
     keep_weights: bool = False
     data_dir: Path | None = None
     any_code: bool = False
+    accelerator: str = "auto"
     stale: bool = False  # make anew what the code of today would make differently
 
 
@@ -68,7 +70,7 @@ def _perform(task: Task, options: Options, tell: Tell) -> str:
     deadline = float("inf") if options.max_seconds is None else time.monotonic() + options.max_seconds
     before = _before(task)
     usable = before if before and task.has_made(before) and task.weights.exists() and not options.force else None
-    run = Run(task, tell, deadline, options.data_dir, options.any_code, usable)
+    run = Run(task, tell, deadline, options.data_dir, options.any_code, usable, options.accelerator)
     start = time.perf_counter()
     try:
         results, finished = task.experiment.main(task.config, run), True
@@ -101,14 +103,16 @@ def _found(task: Task, record: Record, options: Options) -> tuple[str, bool]:
         return "finished before", False
     if not options.stale:
         return "finished before, by code that has changed since (see --stale)", False
-    found = check(task, record, options.data_dir)
+    found = check(task, record, options.data_dir, accelerator=options.accelerator)
     return f"finished before; replay: {found.verdict} ({found.compared})", found.verdict == DIFFERS
 
 
 def _made(run: Run) -> dict[str, Any]:
     """Say with what a run was made; with its parts, if more than one code or processor took part."""
     parts = {"parts": run.parts} if len(run.parts) > 1 else {}
-    return {**made_with(), "code": code_hash(run.task.experiment.main), **parts}
+    trains = isinstance(run.task.config, TrainedConfig)
+    device = {"device": devices_of(run).device.type if trains else "cpu"}
+    return {**made_with(), **device, "code": code_hash(run.task.experiment.main), **parts}
 
 
 def _before(task: Task) -> Record | None:

@@ -15,7 +15,7 @@ import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -43,6 +43,21 @@ class Config:
     """Settings of a run; each experiment adds its own fields."""
 
     seed: int = 0
+
+    LATER: ClassVar[tuple[str, ...]] = ()  # fields that were added later: at their defaults a run is what it was before
+
+
+@dataclass(frozen=True)
+class TrainedConfig(Config):
+    """Settings of a run that trains. devices: that share each batch. precision: Lightning's name for it.
+
+    With bf16-mixed f is computed in bfloat16, and states stay in float32.
+    """
+
+    devices: int = 1
+    precision: str = "32-true"
+
+    LATER: ClassVar[tuple[str, ...]] = ("devices", "precision")
 
 
 @dataclass(frozen=True)
@@ -96,7 +111,9 @@ class Task(NamedTuple):
     @property
     def folder(self) -> Path:
         """Folder for what is not finished; another config of the same name has another one."""
-        body = json.dumps(dataclasses.asdict(self.config), sort_keys=True, default=str)
+        values, defaults = dataclasses.asdict(self.config), {f.name: f.default for f in dataclasses.fields(self.config)}
+        later = [name for name in self.config.LATER if values[name] == defaults[name]]
+        body = json.dumps({k: v for k, v in values.items() if k not in later}, sort_keys=True, default=str)
         return RUNS / self.experiment.name / f"{self.name}-{hashlib.sha256(body.encode()).hexdigest()[:8]}"
 
     @property
@@ -153,6 +170,8 @@ class Run:
     data_dir: Path | None = None
     any_code: bool = False  # continue from results of code that has changed since
     before: Record | None = None  # record of an earlier run, if there are weights beside it
+    accelerator: str = "auto"
+    devices: Any = None  # engine.devices.Devices, where they are not those of the config and the accelerator
     replaying: Wanted | None = None  # nothing is run but a replay, which ends with the exception Replayed
     place: Path | None = None  # a folder for what is not finished, other than the task's
     replay: dict[str, Any] = field(default_factory=dict)  # what later replays are compared with
@@ -297,7 +316,8 @@ def parsed(experiment: Experiment, preset: str, assignments: Sequence[str]) -> d
     """Parse the assignments field=value of --set, with the type of each field."""
     if preset not in experiment.presets:
         raise BadOption(f"{experiment.name} has no preset {preset!r}; it has {', '.join(experiment.presets)}.")
-    hints = typing.get_type_hints(type(experiment.presets[preset]))
+    config = experiment.presets[preset]
+    hints = {f.name: typing.get_type_hints(type(config))[f.name] for f in dataclasses.fields(config)}
     changes = {}
     for assignment in assignments:
         name, sign, text = assignment.partition("=")

@@ -112,10 +112,10 @@ def _renamed(tables: list[Table], pictures: list[Picture], suffix: str) -> tuple
     return [dataclasses.replace(table, id=table.id + suffix) for table in tables], pictures
 
 
-def all_records() -> list[Found]:
+def all_records(experiments: Sequence[str] = tuple(EXPERIMENTS)) -> list[Found]:
     """Return all records but those of smoke runs, whether a chapter shows them or not."""
     found = []
-    for experiment in EXPERIMENTS:
+    for experiment in experiments:
         for path in sorted((RECORDS / experiment).glob("[cp]*.json")):
             name = path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else path.as_posix()
             found.append(Found(Record.read(path), name))
@@ -123,7 +123,7 @@ def all_records() -> list[Found]:
 
 
 def _records(experiment: str) -> list[Found]:
-    return [one for one in all_records() if one.record.experiment == experiment and _is_shown(one.record)]
+    return [one for one in all_records([experiment]) if _is_shown(one.record)]
 
 
 def _is_for(view: View, record: Record) -> bool:

@@ -79,8 +79,13 @@ def spread(values: Sequence[float], digits: int = 1) -> str:
 
 
 def training_seconds(one: Found) -> float:
-    """Mean time of an epoch in seconds of the processor, which other work on the machine disturbs little."""
-    return statistics.fmean(one.record.seconds["training_cpu"])
+    """Mean time of an epoch in seconds of the processor, which other work on the machine disturbs little.
+
+    On a GPU, for which the processor waits or not: by the clock.
+    """
+    seconds = one.record.seconds
+    on_gpu = one.record.made.get("device", "cpu") != "cpu" and "training_wall" in seconds
+    return statistics.fmean(x for x in seconds["training_wall" if on_gpu else "training_cpu"] if x is not None)
 
 
 def commands(found: Sequence[Found]) -> list[str]:

@@ -303,8 +303,13 @@ def test_theorems_can_fail(changes, id_, word):
 
 
 @pytest.fixture(scope="module")
-def rows() -> list[report.Row]:
-    return report.judged(report.chapters())
+def chapters() -> list[report.Chapter]:
+    return report.chapters()
+
+
+@pytest.fixture(scope="module")
+def rows(chapters) -> list[report.Row]:
+    return report.judged(chapters)
 
 
 def test_every_sentence_of_the_checklist_is_judged_said_elsewhere_or_named_as_not_testable(rows):
@@ -330,10 +335,10 @@ def test_every_section_of_the_paper_with_results_is_in_the_checklist():
     assert all(f"Table {n}" in places for n in range(1, 8)) and all(f"Figure {n}" in places for n in (4, 5, 6))
 
 
-def test_the_page_begins_with_a_count_of_verdicts(rows):
+def test_the_page_begins_with_a_count_of_verdicts(chapters, rows):
     counts = report.counted(rows)
     assert sum(counts.values()) == len(rows)
-    text = report.markdown(report.chapters())
+    text = report.markdown(chapters)
     assert f"Of {len(rows)} sentences" in text[:1000]
 
 

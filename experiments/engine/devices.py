@@ -61,6 +61,11 @@ def devices_of(run: Run) -> Devices:
     return Devices(n, accelerator_of(run.accelerator), "auto" if n == 1 else "ddp", precision)
 
 
+def is_first_process() -> bool:
+    """Tell whether this is the only process of a run, or the one of several that writes its record."""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
 def synchronise(device: torch.device) -> None:
     """Wait until a GPU has done what was asked of it: before that a clock tells nothing."""
     if device.type == "cuda":

@@ -194,6 +194,10 @@ class Augmented:
     config: ImagesConfig
     n_classes: int = 10
 
+    @property
+    def n_test(self) -> int:
+        return len(self.sets.test)
+
     def train(self, epoch: int, order: torch.Generator, subsample: torch.Generator) -> Iterable:
         images, labels, _ = self.sets.train.images, self.sets.train.labels, epoch
         n, pad = len(labels), self.config.pad
@@ -259,6 +263,10 @@ class FolderBatches:
     @property
     def n_classes(self) -> int:
         return len(self.pictures.train.classes)
+
+    @property
+    def n_test(self) -> int:
+        return len(self.pictures.val)
 
     def _rows(self) -> tuple[Tensor, Tensor]:
         n, n_validation = len(self.pictures.train), self.config.n_validation

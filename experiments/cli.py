@@ -14,11 +14,12 @@ from matplotlib.image import imsave
 from rich.console import Console
 from rich.table import Table
 
+from experiments import estimates
 from experiments.data.source import DataError
 from experiments.engine.check import check_again, is_of, read_checks
 from experiments.engine.queue import Options, run_all
 from experiments.engine.record import RECORDS, Record, code_hash
-from experiments.engine.task import BadOption, Experiment, parsed, tasks_of
+from experiments.engine.task import BadOption, Experiment, parsed, require_known, tasks_of
 from experiments.flows import images as flows
 from experiments.registry import EXPERIMENTS
 from experiments.report import page as report_
@@ -35,10 +36,26 @@ def list_() -> None:
     for column in ("name", "what", "shows", "presets (time)", "methods", "data"):
         table.add_column(column)
     for experiment in EXPERIMENTS.values():
-        presets = "\n".join(f"{name} ({experiment.takes.get(name, '?')})" for name in experiment.presets)
+        presets = "\n".join(_preset(experiment, name) for name in experiment.presets)
         methods = ", ".join(experiment.methods) or "-"
         table.add_row(experiment.name, experiment.what, experiment.shows, presets, methods, experiment.data)
     console.print(table)
+
+
+def _preset(experiment: Experiment, name: str) -> str:
+    gpu = estimates.estimate(experiment.name, name)
+    return f"{name} ({experiment.takes.get(name, '?')}{'; ' + gpu if gpu else ''})"
+
+
+@app.command()
+def estimate(
+    preset: Annotated[str, typer.Argument(help="as in 'cifar10 paper'; default: all of the published size")] = "",
+) -> None:
+    """Count FLOPs, operations and bytes of a step at the published size, for what `list` says of an A100."""
+    torch.set_num_threads(1)
+    require_known("estimate of", preset or next(iter(estimates.STEPS)), estimates.STEPS)
+    for name in estimates.write([preset] if preset else []):
+        console.print(f"{name}: {estimates.estimate(*name.split())}", markup=False, highlight=False)
 
 
 @app.command()

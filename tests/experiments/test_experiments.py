@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 
-from experiments import cli
+from experiments import cli, estimates
 from experiments.engine import queue
 from experiments.engine import task as tasks
 from experiments.engine.check import Check, check, check_again, is_of, read_checks, task_of
@@ -331,6 +332,24 @@ def test_the_command_line_lists_all_there_is(monkeypatch):
         listed = file.getvalue()
     assert all(name in listed for name in EXPERIMENTS)
     assert "estimated" in listed  # what a run of the published size would cost
+    assert "estimate for one A100, MALI" in re.sub(r"[\s│]+", " ", listed)
+
+
+def test_what_a_step_costs_is_counted(monkeypatch, tmp_path):
+    """A linear layer of 3 to 5, forward and backward, with two samples: 2 x 15 FLOPs each for y, dx and dW."""
+    monkeypatch.setattr(estimates, "PATH", tmp_path / "estimates.json")
+
+    def of(batch: int):
+        layer, x = torch.nn.Linear(3, 5, bias=False), torch.ones(batch, 3, requires_grad=True)
+        return layer, lambda: layer(x).sum().backward()
+
+    found = estimates.counted(estimates.Step(of, samples=100, batch=10))
+    assert found["flops_of_a_sample"] == 90 and found["steps"] == 10 and found["operations_of_a_step"] > 3
+    monkeypatch.setitem(estimates.STEPS, "cifar10 paper", lambda: estimates.Step(of, samples=10**15, batch=10**15))
+    estimates.write(["cifar10 paper"])
+    hours = 90 * 10**15 / estimates.FLOPS_PER_SECOND / 3600
+    assert f"estimate for one A100, MALI: {hours:,.0f} h (by FLOPs)" in estimates.estimate("cifar10", "paper")
+    assert estimates.estimate("toy", "paper") == ""
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,8 @@ import torchmali.nn
 ROOT = Path(__file__).parents[2]
 EXPERIMENTS = ROOT / "experiments"
 LAYERS = (  # a package or module may import those named before it, and its own modules
-    "methods", "data", "engine", "models", "theory", "images", "series", "flows", "registry", "report", "cli",
-    "__main__",
+    "methods", "data", "engine", "models", "theory", "images", "series", "flows", "registry", "estimates", "report",
+    "cli", "__main__",
 )  # fmt: skip
 PUBLIC = {
     "torchmali": torchmali,

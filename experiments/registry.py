@@ -115,8 +115,13 @@ EXPERIMENTS = {
             shows="Tables 2, 3; Figure 6, small",
             presets=solvers.PRESETS,
             main=solvers.main,
-            takes={"smoke": "10 s a method", "cpu": "2 min a run", "cpu-cifar10": "15 min a run"},
-            data="scikit-learn's digits (comes with it); CIFAR-10 for cpu-cifar10",
+            takes={
+                "smoke": "10 s a method",
+                "cpu": "2 min a run",
+                "cpu-cifar10": "15 min a run",
+                "paper": "as `imagenet`, then tests and attacks",
+            },
+            data="scikit-learn's digits (comes with it); CIFAR-10 for cpu-cifar10, ImageNet for paper",
             methods=solvers.NAMES,
             seeds=(0, 1, 2),
         ),
@@ -127,6 +132,7 @@ EXPERIMENTS = {
             presets=feasibility.PRESETS,
             main=feasibility.main,
             takes={"smoke": "5 s", "cpu": "30 min, 16 GB of memory"},
+            replayed=("large / h 0.25 / resnet / 2", "large / h 0.25 / mali / 2"),
         ),
         Experiment(
             name="latent",
@@ -187,6 +193,7 @@ EXPERIMENTS = {
             presets=flow_memory.PRESETS,
             main=flow_memory.main,
             takes={"smoke": "10 s", "cpu": "2 min"},
+            replayed=("mali / 0.01 / 1",),
         ),
         Experiment(
             name="densities",

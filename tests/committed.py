@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from experiments.engine.record import Record
-from experiments.report.claims import Claim
+from experiments.report.claims import Claim, Finding
 from experiments.report.runs import Found
 from experiments.report.tables import Table
 
@@ -19,11 +19,11 @@ def records(experiment: str, preset: str = "cpu", finished: bool = True) -> list
     return [one for one in found if one.record.preset == preset and one.record.finished == finished]
 
 
-def holding(claims: Sequence[Claim], start: str) -> Claim:
-    """Return the claim that begins so; it must hold."""
-    (claim,) = (one for one in claims if one.text.startswith(start))
-    assert claim.verdict == "holds", claim
-    return claim
+def holding(findings: Sequence[Finding], start: str) -> Finding:
+    """Return the claim with this id, or the check that begins so; it must hold."""
+    (one,) = (x for x in findings if (x.id == start if isinstance(x, Claim) else x.text.startswith(start)))
+    assert one.verdict in ("holds", "kept"), one
+    return one
 
 
 def table_titled(tables: Sequence[Table], start: str) -> Table:

@@ -85,30 +85,61 @@ class _Share:
                 yield group[self.rank]
 
 
+class Pinned:
+    """Batches in pinned memory, from which a GPU takes them while it computes."""
+
+    def __init__(self, batches: Iterable):
+        self.batches = batches
+
+    def __len__(self) -> int:
+        if not isinstance(self.batches, Sized):
+            raise TypeError("The number of batches is not known.")
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[Batch]:
+        return (tuple(tensor.pin_memory() for tensor in batch) for batch in self.batches)
+
+
+def shares_in_tests(rows: Tensor, batch: int, devices: int) -> tuple[Tensor, ...]:
+    """Batches of tests; each device gets one at least, or the others would wait for it."""
+    return rows.split(min(batch, max(1, len(rows) // devices)))
+
+
 @dataclass(frozen=True)
 class InMemory:
-    """Sets of tensors with the same number of rows. n_per_epoch: rows drawn for an epoch; None: all."""
+    """Sets of tensors with the same number of rows. n_per_epoch: rows drawn for an epoch; None: all.
+
+    batch: on all devices together.
+    """
 
     train_set: Batch
     validation_set: Batch
     test_set: Batch
     batch: int
     n_per_epoch: int | None = None
-    batch_in_tests: int = 128  # with several processes, each needs one batch
+    batch_in_tests: int = 128
+    devices: int = 1
 
     def train(self, epoch: int, order: torch.Generator, subsample: torch.Generator) -> Iterable:
         n = len(self.train_set[0])
         if self.n_per_epoch is None:
-            return _rows(self.train_set, torch.randperm(n, generator=order), self.batch)
+            return self._train(torch.randperm(n, generator=order))
         drawn = torch.randperm(n, generator=subsample)[: self.n_per_epoch]
-        return _rows(self.train_set, drawn[torch.randperm(len(drawn), generator=order)], self.batch)
+        return self._train(drawn[torch.randperm(len(drawn), generator=order)])
 
     def validation(self) -> Sequence[Iterable]:
-        return [_rows(self.validation_set, torch.arange(len(self.validation_set[0])), self.batch_in_tests)]
+        return [self._tests(self.validation_set)]
 
     def test(self) -> Iterable:
-        return _rows(self.test_set, torch.arange(len(self.test_set[0])), self.batch_in_tests)
+        return self._tests(self.test_set)
+
+    def _train(self, rows: Tensor) -> Parts:
+        return _parts(self.train_set, even_shares(rows, self.batch, self.devices))
+
+    def _tests(self, tensors: Batch) -> Parts:
+        rows = torch.arange(len(tensors[0]))
+        return _parts(tensors, shares_in_tests(rows, self.batch_in_tests, self.devices))
 
 
-def _rows(tensors: Batch, rows: Tensor, batch: int) -> Parts:
-    return Parts(rows.split(batch), lambda part: tuple(tensor[part] for tensor in tensors))
+def _parts(tensors: Batch, shares: Sequence[Tensor]) -> Parts:
+    return Parts(shares, lambda part: tuple(tensor[part] for tensor in tensors))

@@ -21,8 +21,11 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from experiments.data.source import DataError
+from experiments.engine.check import check
+from experiments.engine.devices import devices_of
 from experiments.engine.record import DamagedRecord, Record, code_hash, made_with, set_aside
-from experiments.engine.task import BadOption, OutOfTime, Run, Task, Tell, as_json
+from experiments.engine.replay import DIFFERS
+from experiments.engine.task import BadOption, OutOfTime, Run, Task, Tell, TrainedConfig, as_json
 
 MAX_WEIGHTS = 5_000_000  # bytes that may be kept beside a record
 RANK = int(os.environ.get("RANK", "0"))  # of several processes that torchrun started for one run; 0 writes the record
@@ -34,6 +37,8 @@ class Options(NamedTuple):
     keep_weights: bool = False
     data_dir: Path | None = None
     any_code: bool = False
+    accelerator: str = "auto"
+    stale: bool = False  # make anew what the code of today would make differently
 
 
 def perform(task: Task, options: Options, tell: Tell) -> str:
@@ -54,9 +59,10 @@ def _perform(task: Task, options: Options, tell: Tell) -> str:
     note = ""
     try:
         if not options.force and (record := task.finished()):
-            changed = record.made.get("code") not in (None, code_hash(task.experiment.main))
-            note = _kept_weights(task) if options.keep_weights else ""
-            return note + "finished before" + (", by code that has changed since (see --force)" if changed else "")
+            said, stale = _found(task, record, options)
+            if not stale:
+                return (_kept_weights(task) if options.keep_weights else "") + said
+            options = options._replace(force=True)
     except DamagedRecord as error:
         note = f"{error} Set aside as {set_aside(task.path).name}. " if RANK == 0 else ""
     if options.force:
@@ -64,7 +70,7 @@ def _perform(task: Task, options: Options, tell: Tell) -> str:
     deadline = float("inf") if options.max_seconds is None else time.monotonic() + options.max_seconds
     before = _before(task)
     usable = before if before and task.has_made(before) and task.weights.exists() and not options.force else None
-    run = Run(task, tell, deadline, options.data_dir, options.any_code, usable)
+    run = Run(task, tell, deadline, options.data_dir, options.any_code, usable, options.accelerator)
     start = time.perf_counter()
     try:
         results, finished = task.experiment.main(task.config, run), True
@@ -77,7 +83,7 @@ def _perform(task: Task, options: Options, tell: Tell) -> str:
         config = as_json(dataclasses.asdict(task.config))
         record = Record(
             task.experiment.name, task.preset, config, task.command, as_json(results), run.metrics, run.seconds,
-            finished=finished, made={**made_with(), "code": code_hash(task.experiment.main)},
+            finished=finished, made=_made(run), replay=run.replay,
         )  # fmt: skip
         if finished or _epochs(record) >= _epochs(before):
             record.written(task.path)
@@ -89,6 +95,24 @@ def _perform(task: Task, options: Options, tell: Tell) -> str:
     if not finished:
         return note + "stopped for time; the same command goes on from here"
     return note + f"done in {spent:.0f} s"
+
+
+def _found(task: Task, record: Record, options: Options) -> tuple[str, bool]:
+    """Say of a finished record what is known of the code that made it, and whether it is stale and to be made anew."""
+    if record.made.get("code") == code_hash(task.experiment.main):
+        return "finished before", False
+    if not options.stale:
+        return "finished before, by code that has changed since (see --stale)", False
+    found = check(task, record, options.data_dir, accelerator=options.accelerator)
+    return f"finished before; replay: {found.verdict} ({found.compared})", found.verdict == DIFFERS
+
+
+def _made(run: Run) -> dict[str, Any]:
+    """Say with what a run was made; with its parts, if more than one code or processor took part."""
+    parts = {"parts": run.parts} if len(run.parts) > 1 else {}
+    trains = isinstance(run.task.config, TrainedConfig)
+    device = {"device": devices_of(run).device.type if trains else "cpu"}
+    return {**made_with(), **device, "code": code_hash(run.task.experiment.main), **parts}
 
 
 def _before(task: Task) -> Record | None:
@@ -115,8 +139,10 @@ def _kept_weights(task: Task) -> str:
 
 def run_all(tasks: Sequence[Task], options: Options, jobs: int, console: Console) -> bool:
     """Run all tasks, `jobs` at a time, with a bar each; true if none failed."""
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and (jobs > 1 or options.force):
-        raise BadOption("Several processes for a run (torchrun) go with neither --jobs nor --force: remove its record.")
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and (jobs > 1 or options.force or options.stale):
+        raise BadOption(
+            "Several processes for a run (torchrun) go with neither --jobs, --force nor --stale: remove its record."
+        )
     failed = []
     with _bars(console) as progress:
         bars = {

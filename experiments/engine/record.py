@@ -39,6 +39,7 @@ class Record:
     """Record of a run: what was asked for, with what it was made, metrics over epochs, results in the end.
 
     seconds holds times, which are never the same twice; all else is, for the same config, packages and machine.
+    replay: what tells whether today's code would still make the record (engine/replay.py); older records have none.
     """
 
     experiment: str
@@ -50,6 +51,7 @@ class Record:
     seconds: dict[str, Any] = field(default_factory=dict)
     made: dict[str, Any] = field(default_factory=dict)
     finished: bool = True
+    replay: dict[str, Any] = field(default_factory=dict)
 
     def written(self, path: Path) -> Record:
         """Write the record, completely or not at all."""
@@ -116,10 +118,27 @@ def made_with() -> dict[str, Any]:
         "packages": {name: version for name in PACKAGES if (version := _version(name))},
         "commit": _commit(),
         "system": f"{platform.system()} {platform.machine()}",
+        "cpu": cpu_model(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "device": "cuda" if torch.cuda.is_available() else "cpu",
     }
+
+
+@functools.cache
+def cpu_model() -> str | None:
+    """Model of the processor, as its maker calls it; None where the system does not tell."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    if names:
+        return names[0]
+    if platform.system() == "Darwin":
+        words = ["sysctl", "-n", "machdep.cpu.brand_string"]
+        return subprocess.run(words, capture_output=True, text=True, check=False).stdout.strip() or None
+    return platform.processor() or None
 
 
 def _version(name: str) -> str | None:
@@ -140,7 +159,14 @@ def _commit() -> str | None:
     return (git("rev-parse", "--short=12", "HEAD") + ("+" if changed else "")) or None
 
 
-NOT_HASHED = tuple(EXPERIMENTS / "engine" / name for name in ("task.py", "queue.py"))  # they compute no results
+NOT_HASHED = tuple(
+    EXPERIMENTS / "engine" / name for name in ("task.py", "queue.py", "replay.py", "check.py")
+)  # they compute no results
+
+
+def by_whom(main: Callable) -> dict[str, Any]:
+    """Return the code and the processor that are at work on a part of a run."""
+    return {"code": code_hash(main), "commit": _commit(), "cpu": cpu_model()}
 
 
 @functools.cache

@@ -15,11 +15,12 @@ import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from experiments.engine.record import RECORDS, RUNS, Record, code_hash
+from experiments.engine.record import RECORDS, RUNS, Record, by_whom
+from experiments.engine.replay import DIFFERS, PIECES, SAME, SECONDS, Replayed, Wanted, compare, quick, spread, worst
 
 
 class BadOption(Exception):
@@ -43,6 +44,21 @@ class Config:
 
     seed: int = 0
 
+    LATER: ClassVar[tuple[str, ...]] = ()  # fields that were added later: at their defaults a run is what it was before
+
+
+@dataclass(frozen=True)
+class TrainedConfig(Config):
+    """Settings of a run that trains. devices: that share each batch. precision: Lightning's name for it.
+
+    With bf16-mixed f is computed in bfloat16, and states stay in float32.
+    """
+
+    devices: int = 1
+    precision: str = "32-true"
+
+    LATER: ClassVar[tuple[str, ...]] = ("devices", "precision")
+
 
 @dataclass(frozen=True)
 class Experiment:
@@ -63,6 +79,7 @@ class Experiment:
     methods: Sequence[str] = ()
     usual: Sequence[str] | None = None  # None: all methods
     seeds: Sequence[int] = (0,)
+    replayed: Sequence[str] = ()  # pieces that are computed again for a record that names none; empty: a few
 
     def config(self, preset: str, changes: Mapping[str, Any]) -> Config:
         if preset not in self.presets:
@@ -94,7 +111,9 @@ class Task(NamedTuple):
     @property
     def folder(self) -> Path:
         """Folder for what is not finished; another config of the same name has another one."""
-        body = json.dumps(dataclasses.asdict(self.config), sort_keys=True, default=str)
+        values, defaults = dataclasses.asdict(self.config), {f.name: f.default for f in dataclasses.fields(self.config)}
+        later = [name for name in self.config.LATER if values[name] == defaults[name]]
+        body = json.dumps({k: v for k, v in values.items() if k not in later}, sort_keys=True, default=str)
         return RUNS / self.experiment.name / f"{self.name}-{hashlib.sha256(body.encode()).hexdigest()[:8]}"
 
     @property
@@ -151,13 +170,19 @@ class Run:
     data_dir: Path | None = None
     any_code: bool = False  # continue from results of code that has changed since
     before: Record | None = None  # record of an earlier run, if there are weights beside it
+    accelerator: str = "auto"
+    devices: Any = None  # engine.devices.Devices, where they are not those of the config and the accelerator
+    replaying: Wanted | None = None  # nothing is run but a replay, which ends with the exception Replayed
+    place: Path | None = None  # a folder for what is not finished, other than the task's
+    replay: dict[str, Any] = field(default_factory=dict)  # what later replays are compared with
+    parts: list[dict[str, Any]] = field(default_factory=list)  # which code and processor made which part
     metrics: dict[str, list] = field(default_factory=dict)
     seconds: dict[str, Any] = field(default_factory=dict)
     so_far: dict[str, Any] = field(default_factory=dict)  # results, should time run out
     notes: list[str] = field(default_factory=list)  # problems, in sentences for the user
 
     def __post_init__(self):
-        self.folder = self.task.folder
+        self.folder = self.task.folder if self.place is None else self.place
         self.folder.mkdir(parents=True, exist_ok=True)
         self._pieces: dict[str, Any] | None = None
 
@@ -178,37 +203,73 @@ class Run:
 
     def pieces(self, work: Mapping[str, Callable[[], Any]]) -> dict[str, Any]:
         """Return the values of all pieces, after computing those that are missing, one after the other."""
-        done, code = self._finished_pieces(), code_hash(self.task.experiment.main)
+        if self.replaying:
+            raise Replayed({"pieces": _again(work, self.replaying.pieces or spread(list(work))[:PIECES])})
+        done, me = self._finished_pieces(work), by_whom(self.task.experiment.main)
         for i, (name, compute) in enumerate(work.items()):
             if name not in done:
                 self.check_time()
                 self.tell(i / len(work), name)
                 start = time.perf_counter()
                 value = as_json(compute())
-                done[name] = value
-                body = {"name": name, "value": value, "seconds": time.perf_counter() - start, "code": code}
+                done[name] = {"name": name, "value": value, "seconds": time.perf_counter() - start, **me}
                 with (self.folder / "pieces.jsonl").open("a") as file:
-                    file.write(_line(body))
+                    file.write(_line(done[name]))
                     file.flush()
                     os.fsync(file.fileno())
         self.tell(1.0, "done")
-        return {name: done[name] for name in work}
+        found = {name: done[name] for name in work}
+        self.replay.setdefault("pieces", quick({name: body["seconds"] for name, body in found.items()}))
+        self._add_parts(found)
+        return {name: body["value"] for name, body in found.items()}
 
-    def _finished_pieces(self) -> dict[str, Any]:
+    def _add_parts(self, found: Mapping[str, Mapping[str, Any]]) -> None:
+        """Say which code made how many pieces, if more than one took part."""
+        makers = {body["code"]: {key: body.get(key) for key in ("code", "commit", "cpu")} for body in found.values()}
+        if len(makers) > 1:
+            for code, maker in makers.items():
+                n = sum(body["code"] == code for body in found.values())
+                self.parts.append({**maker, "pieces": n})
+
+    def _finished_pieces(self, work: Mapping[str, Callable[[], Any]]) -> dict[str, dict[str, Any]]:
+        """Return the finished pieces of a run that was killed; of other code, if their replay holds."""
         if self._pieces is None:
-            path = self.folder / "pieces.jsonl"
+            path, code = self.folder / "pieces.jsonl", by_whom(self.task.experiment.main)["code"]
             lines = path.read_text().splitlines() if path.exists() else []
-            # Whole pieces of a run that was killed count; pieces of code that has changed since do not.
-            code = code_hash(self.task.experiment.main)
-            bodies = [body for line in lines if (body := _checked(line)) and body["code"] == code]
+            bodies = [body for line in lines if (body := _checked(line))]
+            others = {body["name"]: body for body in bodies if body["code"] != code}
+            if others and not self.any_code and not self._hold(others, work):
+                bodies = [body for body in bodies if body["code"] == code]
             if len(bodies) < len(lines):
                 path.write_text("".join(map(_line, bodies)))
-            self._pieces = {body["name"]: body["value"] for body in bodies}
+            self._pieces = {body["name"]: body for body in bodies}
         return self._pieces
+
+    def _hold(self, others: Mapping[str, Mapping[str, Any]], work: Mapping[str, Callable[[], Any]]) -> bool:
+        """Tell whether this code computes the same, from a few pieces by code that has changed since."""
+        names = quick({name: body["seconds"] for name, body in others.items() if name in work})
+        again = _again(work, names)
+        verdict = worst(compare(others[name]["value"], value) for name, value in again.items()) if again else DIFFERS
+        self.log(event="replay", verdict=verdict, pieces=list(again))
+        said = f"{len(others)} pieces are by code that has changed since: of {len(again)} computed again "
+        said += {SAME: "all are the same; kept.", DIFFERS: "some differ; all are computed anew."}.get(
+            verdict, "all are the same up to round-off; kept."
+        )
+        self.notes.append(said)
+        return verdict != DIFFERS
 
     def check_time(self) -> None:
         if time.monotonic() > self.deadline:
             raise OutOfTime
+
+
+def _again(work: Mapping[str, Callable[[], Any]], names: Iterable[str]) -> dict[str, Any]:
+    """Compute pieces until the time of a replay is over."""
+    found, start = {}, time.perf_counter()
+    for name in names:
+        if name in work and time.perf_counter() - start < SECONDS:
+            found[name] = as_json(work[name]())
+    return found
 
 
 def _line(body: Mapping[str, Any]) -> str:
@@ -255,7 +316,8 @@ def parsed(experiment: Experiment, preset: str, assignments: Sequence[str]) -> d
     """Parse the assignments field=value of --set, with the type of each field."""
     if preset not in experiment.presets:
         raise BadOption(f"{experiment.name} has no preset {preset!r}; it has {', '.join(experiment.presets)}.")
-    hints = typing.get_type_hints(type(experiment.presets[preset]))
+    config = experiment.presets[preset]
+    hints = {f.name: typing.get_type_hints(type(config))[f.name] for f in dataclasses.fields(config)}
     changes = {}
     for assignment in assignments:
         name, sign, text = assignment.partition("=")

@@ -7,11 +7,13 @@ one that was not.
 
 from __future__ import annotations
 
+import copy
+import functools
 import logging
+import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import lightning
@@ -22,9 +24,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torchmetrics.classification import MulticlassAccuracy
 
-from experiments.engine.batches import Batches, share
-from experiments.engine.checkpoint import CheckpointKeeper, save_weights
+from experiments.engine.batches import Batches, Pinned, share
+from experiments.engine.checkpoint import CheckpointKeeper, FirstSteps, save_weights
+from experiments.engine.devices import Devices, devices_of
 from experiments.engine.measure import evaluations, solves
+from experiments.engine.replay import Replayed
 from experiments.engine.task import OutOfTime, Run
 
 ACCURACIES = ("train_accuracy", "validation_accuracy", "watched_accuracy", "test_accuracy")
@@ -104,16 +108,6 @@ def log_solves(module: lightning.LightningModule, network: nn.Module) -> None:
         module.log("reconstruction_error", max(errors), **how)
 
 
-@dataclass(frozen=True)
-class Devices:
-    """Devices, as in `lightning.Trainer`. On several, each process runs the same command (torchrun, strategy="ddp")."""
-
-    devices: int | list[int] | str = 1
-    accelerator: str = "cpu"
-    strategy: str = "auto"
-    precision: str = "32-true"
-
-
 class Trained(NamedTuple):
     """A trained module, and its results on the test set: by the weights of the best validation, by the last ones."""
 
@@ -132,16 +126,19 @@ def train(
     *,
     best: str = "validation_accuracy",
     lowest: bool = False,
-    devices: Devices = Devices(),  # noqa: B008 (an immutable value)
 ) -> Trained:
     """Train for so many epochs, or for those that are missing; then test.
 
     All that the module logs by epoch becomes `run.metrics`. best: the metric by which an epoch is chosen for the test,
     the highest unless `lowest`. Raises OutOfTime after an epoch that ends beyond the run's deadline.
     """
+    devices = devices_of(run)
+    again = functools.cache(functools.partial(replayed, run, make, batches, devices))
+    if run.replaying:
+        raise Replayed(again(run.replaying.steps))
+    keeper = CheckpointKeeper(run, epochs, best, lowest, again)
     torch.manual_seed(run.seed("init"))
     module = make()
-    keeper = CheckpointKeeper(run, epochs, best, lowest)
     keeper.resume(module)
     with _quiet():
         while len(keeper.history) < epochs:
@@ -165,18 +162,56 @@ def train(
     return Trained(module, keeper.best_epoch, found, last, seeds(run, epochs))
 
 
+@contextmanager
+def evaluating(run: Run, *modules: nn.Module) -> Iterator[torch.device]:
+    """Context in which trained modules are on the run's device, where Lightning has taken them away from.
+
+    Beside a GPU what is left to the processor has all its threads.
+    """
+    device, threads = devices_of(run).device, torch.get_num_threads()
+    if device.type != "cpu":
+        torch.set_num_threads(os.cpu_count() or 1)
+    try:
+        for module in modules:
+            module.to(device)
+        yield device
+    finally:
+        torch.set_num_threads(threads)
+        for module in modules:
+            module.cpu()
+
+
+def replayed(
+    run: Run, make: Callable[[], lightning.LightningModule], batches: Batches, devices: Devices, steps: int | None
+) -> dict[str, Any]:
+    """Train for the first steps of a run, or for its first epoch where there is no number; nothing is kept.
+
+    Returns loss and evaluations of each of the first steps and, of a whole epoch, the means that a run logs.
+    """
+    torch.manual_seed(run.seed("init"))
+    module, first = make(), FirstSteps()
+    with _quiet():
+        trainer = _trainer(run, 1, devices, first, limit_train_batches=steps, limit_val_batches=0)
+        trainer.fit(module, datamodule=_Data(run, batches, 0))
+    means = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    steps_of_rank_0 = trainer.strategy.broadcast(first.steps)
+    return {"steps": steps_of_rank_0, **({"epoch": means} if steps is None else {})}
+
+
 def seeds(run: Run, epochs: int) -> dict[str, Any]:
     """Seeds of all uses of random numbers; a list has one for each epoch."""
     by_epoch = {use: [run.seed(use, epoch) for epoch in range(epochs)] for use in ("order", "subsample", "dropout")}
     return {"init": run.seed("init"), **by_epoch, "test": run.seed("test")}
 
 
-def _trainer(run: Run, epochs: int, devices: Devices, *callbacks: lightning.Callback) -> lightning.Trainer:
+def _trainer(run: Run, epochs: int, devices: Devices, *callbacks: lightning.Callback, **more: Any) -> lightning.Trainer:
     return lightning.Trainer(
-        accelerator=devices.accelerator, devices=devices.devices, strategy=devices.strategy, max_epochs=epochs,
+        accelerator=devices.accelerator, devices=devices.devices, max_epochs=epochs,
+        strategy=copy.deepcopy(devices.strategy),  # an object would remember this trainer
         precision=devices.precision,  # pyright: ignore[reportArgumentType]
         callbacks=list(callbacks), default_root_dir=run.folder, logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0, use_distributed_sampler=False,
+        **more,
     )  # fmt: skip
 
 
@@ -198,13 +233,17 @@ class _Data(lightning.LightningDataModule):
         rank, world = self._place()
         # Here, not when the epoch starts: by then Lightning has fetched its first batch.
         torch.manual_seed(self.run.seed("dropout", self.epoch, *([rank] if rank else [])))
-        return share(self.batches.train(self.epoch, order, subsample), rank, world, even=True)
+        return self._pinned(share(self.batches.train(self.epoch, order, subsample), rank, world, even=True))
 
     def val_dataloader(self) -> list[Iterable]:
-        return [share(batches, *self._place(), even=False) for batches in self.batches.validation()]
+        return [self._pinned(share(part, *self._place(), even=False)) for part in self.batches.validation()]
 
     def test_dataloader(self) -> Iterable:
-        return share(self.batches.test(), *self._place(), even=False)
+        return self._pinned(share(self.batches.test(), *self._place(), even=False))
+
+    def _pinned(self, batches: Iterable) -> Iterable:
+        assert self.trainer is not None
+        return Pinned(batches) if self.trainer.strategy.root_device.type == "cuda" else batches
 
     def _place(self) -> tuple[int, int]:
         assert self.trainer is not None

@@ -18,10 +18,10 @@ from torch.nn import functional as F
 import torchmali as tm
 from experiments.data import cifar, data_dir, digits, folder, mnist
 from experiments.data.source import DataError
-from experiments.engine.batches import Parts
+from experiments.engine.batches import Parts, even_shares, shares_in_tests
 from experiments.engine.measure import live_peak
-from experiments.engine.task import BadOption, Config, Run, Task, require_known
-from experiments.engine.trainer import Devices, LoggingModule, log_solves, train
+from experiments.engine.task import BadOption, Run, Task, TrainedConfig, require_known
+from experiments.engine.trainer import LoggingModule, Trained, evaluating, log_solves, train
 from experiments.flows.evaluation import EVALUATION, evaluation, solved_by
 from experiments.methods import Method, Solve, pick, published_tolerances
 from experiments.models.ffjord import FFJORD, Logit, bits_per_dim, log_prob
@@ -31,7 +31,7 @@ SPLIT = 0
 
 
 @dataclass(frozen=True)
-class FlowsConfig(Config):
+class FlowsConfig(TrainedConfig):
     """Settings of a flow. None: for rtol, atol those of the method; for n_train, n_test all.
 
     weight: of both regularisers in the loss, for methods without a weight of their own. side: images are averaged to
@@ -221,7 +221,7 @@ class Drawn:
             x = images[rows[part]].float()
             return (torch.where(flips[part, None, None, None], x.flip(3), x),)
 
-        return Parts(torch.arange(n).split(self.config.batch), read, self.config.workers)
+        return Parts(even_shares(torch.arange(n), self.config.batch, self.config.devices), read, self.config.workers)
 
     def validation(self) -> Sequence[Iterable]:
         return [self._plain(self.pixels.validation)]
@@ -230,7 +230,7 @@ class Drawn:
         return self._plain(self.pixels.test)
 
     def _plain(self, images: Tensor | Decoded) -> Iterable:
-        rows = torch.arange(len(images)).split(128)
+        rows = shares_in_tests(torch.arange(len(images)), 128, self.config.devices)
         return Parts(rows, lambda part: (images[part].float(),), self.config.workers)
 
 
@@ -299,23 +299,36 @@ def main(config: FlowsConfig, run: Run) -> dict[str, Any]:
     with published_tolerances():
         torch.manual_seed(run.seed("init"))
         run.so_far = {
-            "untrained_validation_bits": mean_bits(make(), batches.validation()[0]),
+            "untrained_validation_bits": None if run.replaying else untrained_bits(run, make(), batches),
             "solved": {**solved, "weight": weight(config)},
         }
-        devices = Devices(accelerator="auto")
-        done = train(run, make, batches, config.epochs, best="validation_bits", lowest=True, devices=devices)
-        module: Any = done.module
+        done = train(run, make, batches, config.epochs, best="validation_bits", lowest=True)
+        return {**run.so_far, **summary(config, run, done, pixels, batches, shape, n_shown)}
+
+
+def untrained_bits(run: Run, module: ImageFlow, batches: Drawn) -> float:
+    with evaluating(run, module) as device:
+        return mean_bits(module, batches.validation()[0], device)
+
+
+def summary(
+    config: FlowsConfig, run: Run, done: Trained, pixels: Pixels, batches: Drawn, shape: Sequence[int], n_shown: int
+) -> dict[str, Any]:
+    """Results of a run, evaluated on its device."""
+    module: Any = done.module
+    with evaluating(run, module) as device:
         return {
-            **run.so_far,
             "test_bits": done.last["test_bits"],
             "test_bits_midpoint": done.last["test_bits_midpoint"],
             "test_bits_of_best_epoch": done.best["test_bits"],
             "best_epoch": done.best_epoch,
-            "test_bits_by_solver": by_solver(module, pixels.test[:128].float()),
+            "test_bits_by_solver": by_solver(module, pixels.test[:128].float().to(device)),
             "gaussian_bits": gaussian_bits(config, pixels),
             "parameters": sum(p.numel() for p in module.parameters()),
-            "peak_bytes": peak_bytes(module, next(iter(batches.train(0, run.generator(), run.generator())))[0]),
-            **round_trip(module, pixels.test[:64]),
+            "peak_bytes": peak_bytes(
+                module, next(iter(batches.train(0, run.generator(), run.generator())))[0].to(device)
+            ),
+            **round_trip(module, pixels.test[:64].to(device)),
             "samples": packed(samples(module, shape, n_shown, run.seed("samples"))),
             "real": packed(pixels.test[:n_shown]),
             "shape": shape,
@@ -344,8 +357,8 @@ def gaussian_bits(config: FlowsConfig, pixels: Pixels) -> float:
 
 
 @torch.no_grad()
-def mean_bits(module: ImageFlow, batches: Iterable) -> float:
-    found = [(len(x), float(module.bits(x, i))) for i, (x,) in enumerate(batches)]
+def mean_bits(module: ImageFlow, batches: Iterable, device: torch.device) -> float:
+    found = [(len(x), float(module.bits(x.to(device), i))) for i, (x,) in enumerate(batches)]
     return sum(n * bits for n, bits in found) / sum(n for n, _ in found)
 
 
@@ -369,9 +382,9 @@ def round_trip(module: ImageFlow, pixels: Tensor) -> dict[str, float]:
         with solved_by(network.flows(), solve):
             return float((network.inverse(network(x).z) - x).abs().max())
 
-    x, fine = (pixels.double() + 0.5) / module.levels, evaluation(tm.Dopri5(), tm.AdaptiveStep(1e-8, 1e-8))
+    x, fine = (pixels.cpu().double() + 0.5) / module.levels, evaluation(tm.Dopri5(), tm.AdaptiveStep(1e-8, 1e-8))
     return {
-        "round_trip": there_and_back(module.network, x.float(), EVALUATION),
+        "round_trip": there_and_back(module.network, x.float().to(pixels.device), EVALUATION),
         "round_trip_fine": there_and_back(copy.deepcopy(module.network).cpu().double(), x, fine),
     }
 
@@ -381,7 +394,7 @@ def samples(module: ImageFlow, shape: Sequence[int], n: int, seed: int, temperat
     """Samples as pixels. temperature: below 1, images that are more likely, and more alike."""
     z = torch.randn(n, math.prod(shape), generator=torch.Generator().manual_seed(seed))
     with solved_by(module.network.flows(), EVALUATION), published_tolerances():
-        x = module.network.inverse(temperature * z)
+        x = module.network.inverse(temperature * z.to(next(module.parameters()).device)).cpu()
     return (x * module.levels).floor().clamp(0, module.levels - 1)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import torchmali as tm
 from experiments.engine.batches import InMemory
-from experiments.engine.task import Config, Run, require_known
+from experiments.engine.task import Run, TrainedConfig, require_known
 from experiments.engine.trainer import LoggingModule, log_solves, train
 from experiments.flows.evaluation import ACCURATE, solved_by
 from experiments.flows.images import packed
@@ -24,7 +24,7 @@ LIMIT = 4.0  # of what is shown, in both directions
 
 
 @dataclass(frozen=True)
-class DensitiesConfig(Config):
+class DensitiesConfig(TrainedConfig):
     """Settings. n: points to train with, drawn once; a tenth as many for validation, and for the test."""
 
     data: str = "checkerboard"  # circles, pinwheel
@@ -128,7 +128,7 @@ def main(config: DensitiesConfig, run: Run) -> dict[str, Any]:
     require_known("data", config.data, DATA)
     sizes = (config.n, max(1, config.n // 10), max(1, config.n // 10))
     sets = [DATA[config.data](n, run.generator("data", i)) for i, n in enumerate(sizes)]
-    batches = InMemory((sets[0],), (sets[1],), (sets[2],), config.batch, batch_in_tests=1000)
+    batches = InMemory((sets[0],), (sets[1],), (sets[2],), config.batch, batch_in_tests=1000, devices=config.devices)
     make = lambda: PlaneFlow(flow(config), config.lr, config.epochs)  # noqa: E731
     done = train(run, make, batches, config.epochs, best="validation_nats", lowest=True)
     network: Any = done.module.network

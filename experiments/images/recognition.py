@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +15,10 @@ from experiments.data import cifar, data_dir, digits, folder, mnist
 from experiments.data.augment import crop_and_flip
 from experiments.data.source import DataError, Images
 from experiments.engine.batches import Parts, even_shares
+from experiments.engine.devices import devices_of
 from experiments.engine.measure import one_step
-from experiments.engine.task import BadOption, Config, Run, require_known
-from experiments.engine.trainer import Classifier, Devices, Trained, train
+from experiments.engine.task import BadOption, Run, TrainedConfig, require_known
+from experiments.engine.trainer import Classifier, Trained, train
 from experiments.methods import METHODS, Solve, published_tolerances
 from experiments.models import ode_resnet
 from experiments.models.ode_resnet import NORMALISE, RESNET, Network, Normalise
@@ -27,7 +27,7 @@ SPLIT = 0  # seed of the split; not the config's: every run is tested with the s
 
 
 @dataclass(frozen=True)
-class ImagesConfig(Config):
+class ImagesConfig(TrainedConfig):
     """Settings. None: for rtol, atol the method's; for h adaptive steps; for n_train, n_validation, n_test all.
 
     drops: epochs after which lr falls to a tenth; none: a cosine. pad: largest shift of the augmentation. batch: on all
@@ -52,9 +52,10 @@ class ImagesConfig(Config):
     drops: tuple[int, ...] = ()
     pad: int = 0
     flip: bool = False
-    devices: int = 1
-    precision: str = "32-true"  # Lightning's name for it, as bf16-mixed: z and v stay in float32
+    channels_last: bool = False  # the layout that convolutions of GPUs are fastest with
     workers: int = 0  # that decode pictures, for each device
+    LATER: ClassVar[tuple[str, ...]] = ("channels_last",)
+
     size: int = 224  # of crops of pictures, in tests of the middle of pictures with a shorter side of 8/7 of it
 
 
@@ -193,6 +194,10 @@ class Augmented:
     config: ImagesConfig
     n_classes: int = 10
 
+    @property
+    def n_test(self) -> int:
+        return len(self.sets.test)
+
     def train(self, epoch: int, order: torch.Generator, subsample: torch.Generator) -> Iterable:
         images, labels, _ = self.sets.train.images, self.sets.train.labels, epoch
         n, pad = len(labels), self.config.pad
@@ -258,6 +263,10 @@ class FolderBatches:
     @property
     def n_classes(self) -> int:
         return len(self.pictures.train.classes)
+
+    @property
+    def n_test(self) -> int:
+        return len(self.pictures.val)
 
     def _rows(self) -> tuple[Tensor, Tensor]:
         n, n_validation = len(self.pictures.train), self.config.n_validation
@@ -328,6 +337,9 @@ def network(config: ImagesConfig, n_classes: int) -> Network:
         for part in block.modules():
             if isinstance(part, nn.BatchNorm2d):
                 part.momentum = config.momentum_in_f
+    if config.channels_last:
+        memory_format: Any = torch.channels_last
+        found.to(memory_format=memory_format)
     if config.norm == "sync":
         nn.SyncBatchNorm.convert_sync_batchnorm(found)  # in place
     return found
@@ -339,12 +351,7 @@ def network(config: ImagesConfig, n_classes: int) -> Network:
 def trained(config: ImagesConfig, run: Run) -> tuple[Trained, Augmented | FolderBatches]:
     if config.norm == "sync" and not torch.cuda.is_available():
         raise BadOption("SyncBatchNorm is for GPUs; without, --set norm=group does not depend on the processes either.")
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    if world != config.devices:
-        line = f"torchrun --nproc-per-node {config.devices} -m experiments run ..."
-        raise BadOption(
-            f"The run is for {config.devices} devices, this is for {world}: {line}, or --set devices={world}."
-        )
+    devices_of(run)  # raises what is wrong with them, before anything is read
     found = batches(config, run.data_dir)
     optimizer = partial(torch.optim.SGD, lr=config.lr, momentum=0.9, weight_decay=config.weight_decay)
     schedule = (
@@ -353,9 +360,8 @@ def trained(config: ImagesConfig, run: Run) -> tuple[Trained, Augmented | Folder
         else partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=config.epochs)
     )
     make = lambda: Classifier(network(config, found.n_classes), found.n_classes, optimizer, schedule)  # noqa: E731
-    devices = Devices(config.devices, "auto", "auto" if config.devices == 1 else "ddp", config.precision)
     with published_tolerances():
-        return train(run, make, found, config.epochs, devices=devices), found
+        return train(run, make, found, config.epochs), found
 
 
 def main(config: ImagesConfig, run: Run) -> dict[str, Any]:

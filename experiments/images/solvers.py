@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,9 +13,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import torchmali as tm
+from experiments.engine.devices import is_first_process
 from experiments.engine.measure import one_step
-from experiments.engine.task import BadOption, Run, require_known
-from experiments.images.recognition import Augmented, ImagesConfig, pixels, summary, trained
+from experiments.engine.task import Run, require_known
+from experiments.engine.trainer import evaluating
+from experiments.images.recognition import Augmented, FolderBatches, ImagesConfig, summary, trained
 from experiments.methods import PUBLISHED_ALF, SOLVERS, Solve
 from experiments.models.ode_resnet import RESNET, Network
 from experiments.theory.controllers import UnguardedLastStep, reference_end
@@ -61,6 +64,20 @@ PRESETS = {
         epsilons=(1.0, 2.0, 4.0),
         n_attacked=1000,
     ),
+    "paper": SolversConfig(
+        data="folder",
+        network="resnet18_large",
+        n_validation=10_000,
+        epochs=80,
+        batch=256,
+        lr=0.1,
+        weight_decay=1e-4,
+        drops=(30, 60),
+        flip=True,
+        devices=4,
+        workers=8,
+        epsilons=(1.0, 2.0),
+    ),
 }
 
 FIXED = {name: SOLVERS[name] for name in ("ALF", "Euler", "RK2", "RK4", "ALF4")}
@@ -84,14 +101,39 @@ def adaptive(name: str, rtol: float, atol: float, as_reference: bool = False) ->
     return Solve(ADAPTIVE[name], tm.AdaptiveStep(rtol, atol, H0), tm.Naive())
 
 
+@dataclass(frozen=True)
+class Tested:
+    """The first n test images in batches, on a device; from memory, or decoded each time. None: all."""
+
+    batches: Augmented | FolderBatches
+    device: torch.device
+    n: int | None = None
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        left = len(self)
+        for x, y in self.batches.test():
+            if left > 0:
+                yield x[:left].to(self.device), y[:left].to(self.device)
+            left -= len(y)
+
+    def __len__(self) -> int:
+        there = self.batches.n_test
+        return there if self.n is None else min(there, self.n)
+
+
 @torch.no_grad()
 def logits(network: Network, solve: Solve, images: Tensor) -> Tensor:
     network.set_solve(solve)
-    return torch.cat([network(part) for part in images.split(128)])
+    return network(images)
 
 
-def accuracy(network: Network, solve: Solve, images: Tensor, labels: Tensor) -> float:
-    return float((logits(network, solve, images).argmax(1) == labels).double().mean())
+def right(network: Network, solve: Solve, images: Tensor, labels: Tensor) -> int:
+    """Number of images that are recognised."""
+    return int((logits(network, solve, images).argmax(1) == labels).sum())
+
+
+def accuracy(network: Network, solve: Solve, tested: Tested) -> float:
+    return sum(right(network, solve, x, y) for x, y in tested) / len(tested)
 
 
 def attacked(
@@ -114,18 +156,18 @@ def attacked(
     return torch.cat(found)
 
 
-def invariance(config: SolversConfig, network: Network, x: Tensor, y: Tensor) -> dict[str, Callable[[], float]]:
+def invariance(config: SolversConfig, network: Network, tested: Tested) -> dict[str, Callable[[], float]]:
     """Table 2: accuracy under other solvers, with the last step as ours is, and as the reference code has it."""
     work: dict[str, Callable[[], float]] = {}
     for version in ("corrected", "as reference"):
         as_reference = version == "as reference"
         for name in FIXED:
             for h in config.sizes:
-                work[f"{version} / {name} / h {h:g}"] = partial(accuracy, network, fixed(name, h, as_reference), x, y)
+                work[f"{version} / {name} / h {h:g}"] = partial(accuracy, network, fixed(name, h, as_reference), tested)
         for name in ADAPTIVE:
             for tolerance in config.tolerances:
                 solve = adaptive(name, tolerance, tolerance / 10, as_reference)
-                work[f"{version} / {name} / tolerance {tolerance:g}"] = partial(accuracy, network, solve, x, y)
+                work[f"{version} / {name} / tolerance {tolerance:g}"] = partial(accuracy, network, solve, tested)
     return work
 
 
@@ -136,12 +178,16 @@ def attacking_solves(config: SolversConfig) -> dict[str, Solve]:
     return {name: adaptive(name, *tolerances) for name, tolerances in ATTACKERS.items()}
 
 
-def attacks(config: SolversConfig, network: Network, x: Tensor, y: Tensor) -> dict[str, Callable[[], Any]]:
+def attacks(config: SolversConfig, network: Network, tested: Tested) -> dict[str, Callable[[], Any]]:
     """Table 3: accuracy after an attack with one solver, under others. One piece for each attack."""
 
     def under_all(attacker: Solve, epsilon: float, steps: int = 1, size: float = 1.0) -> dict[str, float]:
-        moved = attacked(network, attacker, x, y, epsilon / 255, steps, size)
-        return {name: accuracy(network, inference, moved, y) for name, inference in attacking_solves(config).items()}
+        counts = dict.fromkeys(attacking_solves(config), 0)
+        for x, y in tested:
+            moved = attacked(network, attacker, x, y, epsilon / 255, steps, size)
+            for name, inference in attacking_solves(config).items():
+                counts[name] += right(network, inference, moved, y)
+        return {name: count / len(tested) for name, count in counts.items()}
 
     work: dict[str, Callable[[], Any]] = {}
     for epsilon in config.epsilons:
@@ -152,36 +198,46 @@ def attacks(config: SolversConfig, network: Network, x: Tensor, y: Tensor) -> di
     return work
 
 
+N_MEASURED = 16  # pictures of a folder, with which memory is measured
+
+
 def main(config: SolversConfig, run: Run) -> dict[str, Any]:
     require_known("method", config.method, NAMES)
-    if config.data == "folder":
-        raise BadOption("Other solvers are tried on images in memory: digits, mnist or cifar10.")
     done, found = trained(config, run)
-    assert isinstance(found, Augmented)
+    if not is_first_process():
+        return {}
     network: Any = done.module.network
     results = summary(config, run, done, found)
     network.eval()
-    test = found.sets.test
-    x, y = pixels(test.images, found.sets.levels), test.labels
-    n = len(y) if config.n_attacked is None else min(len(y), config.n_attacked)
+    with evaluating(run, network) as device:
+        return {**results, **under_other_solvers(config, run, network, found, device)}
+
+
+def under_other_solvers(
+    config: SolversConfig, run: Run, network: Network, found: Augmented | FolderBatches, device: torch.device
+) -> dict[str, Any]:
+    tested, few = Tested(found, device), Tested(found, device, config.n_attacked)
 
     def difference() -> float:
-        one, other = (logits(network, fixed(name, 1.0), x) for name in ("ALF", "RK2"))
-        return float((one - other).abs().max() / one.abs().max())
+        apart, largest = 0.0, 0.0
+        for x, _ in tested:
+            one, other = (logits(network, fixed(name, 1.0), x) for name in ("ALF", "RK2"))
+            apart, largest = max(apart, float((one - other).abs().max())), max(largest, float(one.abs().max()))
+        return apart / largest
 
     work: dict[str, Callable[[], Any]] = {
-        **invariance(config, network, x, y),
-        **attacks(config, network, x[:n], y[:n]),
+        **invariance(config, network, tested),
+        **attacks(config, network, few),
         "ALF - RK2 at h 1": difference,
-        "clean": lambda: {
-            name: accuracy(network, solve, x[:n], y[:n]) for name, solve in attacking_solves(config).items()
-        },
+        "clean": lambda: {name: accuracy(network, solve, few) for name, solve in attacking_solves(config).items()},
     }
     if config.method == "mali":
-        batch = x[: config.batch], y[: config.batch]
+        n = config.batch if isinstance(found, Augmented) else N_MEASURED
+        parts = list(itertools.islice(tested, -(-n // 128)))
+        x, y = (torch.cat(tensors)[:n] for tensors in zip(*parts, strict=True))
         for h in config.sizes:
-            work[f"peak bytes / h {h:g}"] = partial(peak, network, h, batch)
-    return {**results, "cells": run.pieces(work), "n_test": len(y), "n_attacked": n}
+            work[f"peak bytes / h {h:g}"] = partial(peak, network, h, (x, y))
+    return {"cells": run.pieces(work), "n_test": len(tested), "n_attacked": len(few)}
 
 
 def peak(network: Network, h: float, batch: tuple[Tensor, Tensor]) -> dict[str, int]:

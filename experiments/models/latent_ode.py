@@ -143,7 +143,8 @@ class LatentODE(nn.Module):
         rebuilt, mean, std = self(values, mask, t)
         likelihood = log_likelihood(rebuilt, x).mean((1, 2, 3))  # of each sample
         kl = torch.distributions.kl_divergence(
-            torch.distributions.Normal(mean, std.clamp_min(1e-12)), torch.distributions.Normal(0.0, 1.0)
+            torch.distributions.Normal(mean, std.clamp_min(1e-12)),
+            torch.distributions.Normal(mean.new_zeros(()), mean.new_ones(())),
         ).mean()
         total = -torch.logsumexp(likelihood - kl_weight * kl, 0)
         return Loss(total, *errors(rebuilt, x))

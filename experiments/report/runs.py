@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from experiments.engine.record import Record
-from experiments.report.claims import Claim
+from experiments.report.claims import Finding
 from experiments.report.figures import Picture
 from experiments.report.tables import Table
 
@@ -20,7 +21,7 @@ class Found(NamedTuple):
 
 
 Groups = dict[str, list[Found]]  # by method
-Shown = tuple[list[Table], list[Picture], list[Claim]]
+Shown = tuple[list[Table], list[Picture], list[Finding]]
 
 
 def chosen(found: Sequence[Found], **config: Any) -> list[Found]:
@@ -35,6 +36,23 @@ def together(groups: Groups, *names: str) -> Groups:
     seeds = set.intersection(*({one.record.config["seed"] for one in groups[name]} for name in names))
     kept = {name: [one for one in groups[name] if one.record.config["seed"] in seeds] for name in names}
     return kept if seeds else {}
+
+
+def each(groups: Groups, *names: str) -> Groups:
+    """Return the named groups with all their seeds; no groups where one is missing."""
+    return {name: groups[name] for name in names} if all(name in groups for name in names) else {}
+
+
+def by_seed(group: Sequence[Found], of: Callable[[Found], float]) -> dict[int, float]:
+    return {one.record.config.get("seed", 0): of(one) for one in group}
+
+
+def all_seeds_of(groups: Groups, names: Mapping[str, str] | None = None) -> str:
+    """Say how many seeds there are of each method."""
+    counts = {(names or {}).get(name, name): len(group) for name, group in groups.items()}
+    if len(set(counts.values())) == 1:
+        return seeds_of(groups)
+    return "seeds: " + ", ".join(f"{name} {n}" for name, n in counts.items())
 
 
 def seeds_of(groups: Groups) -> str:
@@ -53,12 +71,21 @@ def mean(group: Sequence[Found], of: Callable[[Found], float]) -> float:
 def spread(values: Sequence[float], digits: int = 1) -> str:
     """Mean, and the standard deviation over seeds."""
     text = f"{statistics.fmean(values):.{digits}f}"
-    return text if len(values) < 2 else f"{text} ± {statistics.stdev(values):.{digits}f}"
+    return (
+        text
+        if len(values) < 2 or not all(map(math.isfinite, values))
+        else f"{text} ± {statistics.stdev(values):.{digits}f}"
+    )
 
 
 def training_seconds(one: Found) -> float:
-    """Mean time of an epoch in seconds of the processor, which other work on the machine disturbs little."""
-    return statistics.fmean(one.record.seconds["training_cpu"])
+    """Mean time of an epoch in seconds of the processor, which other work on the machine disturbs little.
+
+    On a GPU, for which the processor waits or not: by the clock.
+    """
+    seconds = one.record.seconds
+    on_gpu = one.record.made.get("device", "cpu") != "cpu" and "training_wall" in seconds
+    return statistics.fmean(x for x in seconds["training_wall" if on_gpu else "training_cpu"] if x is not None)
 
 
 def commands(found: Sequence[Found]) -> list[str]:

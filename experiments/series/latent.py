@@ -15,10 +15,10 @@ from torch import Tensor, nn
 import torchmali as tm
 from experiments.data import data_dir, hopper
 from experiments.data.source import DataError
-from experiments.engine.batches import Parts
+from experiments.engine.batches import Parts, even_shares, shares_in_tests
 from experiments.engine.measure import by_h, live_peak
 from experiments.engine.record import RUNS
-from experiments.engine.task import Config, Run
+from experiments.engine.task import Run, TrainedConfig
 from experiments.engine.trainer import LoggingModule, log_solves, train
 from experiments.models.latent_ode import LatentODE, Loss, errors, log_likelihood
 from experiments.models.recurrent import Recurrent
@@ -31,7 +31,7 @@ SIZES = (0.005, 0.0025, 0.00125, 0.000625)  # of fixed steps, 1, 2, 4, 8 to an o
 
 
 @dataclass(frozen=True)
-class LatentConfig(Config):
+class LatentConfig(TrainedConfig):
     """Settings of a latent ODE. fraction: of the 100 times, observed. n: trajectories, 80 % to train with.
 
     h: of the fixed steps of MALI; the others adapt with rtol and atol, as MALI does with --method free.
@@ -113,23 +113,26 @@ class Gappy:
     fraction: float
     batch: int
     test_seed: int
+    devices: int = 1
 
     def train(self, epoch: int, order: torch.Generator, subsample: torch.Generator) -> Iterable:
-        return self._parts(self.train_set, self.batch, subsample)
+        shares = even_shares(torch.arange(len(self.train_set)), self.batch, self.devices)
+        return self._parts(self.train_set, shares, subsample)
 
     def validation(self) -> Sequence[Iterable]:
         return [self.test()]
 
     def test(self) -> Iterable:
-        return self._parts(self.test_set, len(self.test_set), torch.Generator().manual_seed(self.test_seed))
+        shares = shares_in_tests(torch.arange(len(self.test_set)), len(self.test_set), self.devices)
+        return self._parts(self.test_set, shares, torch.Generator().manual_seed(self.test_seed))
 
-    def _parts(self, x: Tensor, batch: int, generator: torch.Generator) -> Iterable:
+    def _parts(self, x: Tensor, shares: Sequence[Tensor], generator: torch.Generator) -> Iterable:
         observed = hopper.observe(x, self.fraction, generator)  # for all at once: the same in batches of any size
 
         def read(rows: Tensor) -> tuple[Tensor, ...]:
             return x[rows], observed.values[rows], observed.mask[rows]
 
-        return Parts(torch.arange(len(x)).split(batch), read)
+        return Parts(shares, read)
 
 
 # Training
@@ -181,7 +184,7 @@ def main(config: LatentConfig, run: Run) -> dict[str, Any]:
     found, source = trajectories(config, run.data_dir, partial(run.tell, 0.0))
     train_set, test_set = hopper.train_test(found)
     times = hopper.times(train_set.shape[1])
-    batches = Gappy(train_set, test_set, config.fraction, config.batch, run.seed("gaps of the test"))
+    batches = Gappy(train_set, test_set, config.fraction, config.batch, run.seed("gaps of the test"), config.devices)
 
     def make() -> GapFiller:
         return GapFiller(network(config, times.tolist()), times, config.lr, config.kl_wait)

@@ -17,7 +17,7 @@ from experiments.data import data_dir, digits, speech, vowels
 from experiments.data.source import DataError
 from experiments.engine.batches import InMemory
 from experiments.engine.measure import by_h, live_peak
-from experiments.engine.task import BadOption, Config, Run, require_known
+from experiments.engine.task import BadOption, Run, TrainedConfig, require_known
 from experiments.engine.trainer import Classifier, train
 from experiments.models.neural_cde import CDEClassifier
 from experiments.series import solving
@@ -28,7 +28,7 @@ SIZES = (1.0, 0.5, 0.25, 0.125)  # of fixed steps for which memory is measured
 
 
 @dataclass(frozen=True)
-class PathsConfig(Config):
+class PathsConfig(TrainedConfig):
     """Settings of a Neural CDE. every: one of so many frames is kept. h: of fixed steps; two frames are 1 apart.
 
     adjoint and seminorm take steps that adapt, with rtol and atol. plateau: lr falls to a tenth where the loss has not
@@ -176,7 +176,7 @@ def main(config: PathsConfig, run: Run) -> dict[str, Any]:
     sets = load(config, run)
     if config.batch > len(sets.train.labels):
         raise BadOption(f"A batch of {config.batch} is more than the {len(sets.train.labels)} series to train with.")
-    batches = InMemory(*sets[:3], config.batch, batch_in_tests=min(512, len(sets.test.labels)))
+    batches = InMemory(*sets[:3], config.batch, batch_in_tests=min(512, len(sets.test.labels)), devices=config.devices)
     optimizer = partial(torch.optim.AdamW, lr=config.lr, weight_decay=config.weight_decay)
     schedule = (
         partial(torch.optim.lr_scheduler.ReduceLROnPlateau, patience=config.plateau)

@@ -6,6 +6,7 @@ import dataclasses
 import html
 import io
 import json
+import math
 import os
 import re
 import shutil
@@ -17,12 +18,27 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 
-from experiments import cli
+from experiments import cli, estimates
+from experiments.engine import queue
 from experiments.engine import task as tasks
+from experiments.engine.check import Check, check, check_again, is_of, read_checks, task_of
 from experiments.engine.queue import Options, perform, run_all
 from experiments.engine.record import DamagedRecord, Record
+from experiments.engine.replay import (
+    DIFFERS,
+    ROUND_OFF,
+    SAME,
+    UNKNOWN,
+    compare,
+    compare_epochs,
+    difference_of_epochs,
+    first_difference,
+    quick,
+    spread,
+)
 from experiments.engine.task import BadOption, Config, Experiment, Run, Task, parsed, tasks_of
 from experiments.registry import EXPERIMENTS
 from experiments.report import page as report
@@ -101,7 +117,7 @@ def test_a_finished_run_is_skipped_unless_forced(counting):
     assert "done" in counting({"scale": 2.0}) and len(computed) == 9
 
 
-def test_finished_pieces_are_not_computed_again_but_broken_ones_and_those_of_other_code_are(counting, monkeypatch):
+def test_finished_pieces_are_not_computed_again_but_broken_ones_are(counting):
     counting()
     task = Task(COUNTING, "cpu", {})
     pieces = task.folder / "pieces.jsonl"
@@ -110,10 +126,128 @@ def test_finished_pieces_are_not_computed_again_but_broken_ones_and_those_of_oth
     pieces.write_text(lines[0] + lines[1].replace("piece", "PIECE") + lines[2][:30])  # changed, and cut off
     counting()
     assert computed[3:] == ["piece 1", "piece 2"]
+
+
+@pytest.mark.parametrize("holds", [True, False])
+def test_pieces_by_other_code_are_kept_if_a_few_of_them_come_out_the_same(counting, monkeypatch, holds):
+    """What `count` returns depends on how often it was called: then no piece comes out the same."""
+    task = Task(COUNTING, "cpu", {"scale": 0.0 if holds else 1.0})
+    counting(task.changes)
     task.path.unlink()
-    monkeypatch.setattr(tasks, "code_hash", lambda main: "another")
-    counting()
-    assert computed[5:] == ["piece 0", "piece 1", "piece 2"]
+    monkeypatch.setattr(tasks, "by_whom", lambda main: {"code": "another", "commit": "c", "cpu": "a cpu"})
+    said = counting(task.changes)
+    again = ["piece 0", "piece 2", "piece 1"]  # spread over all
+    assert computed[3:] == (again if holds else [*again, "piece 0", "piece 1", "piece 2"])
+    assert ("all are the same; kept" in said) == holds
+    assert Record.read(task.path).replay == {"pieces": again}
+    assert "parts" not in Record.read(task.path).made
+
+
+def test_a_record_says_which_code_made_which_pieces(counting, monkeypatch):
+    counting({"scale": 0.0})
+    task = Task(COUNTING, "cpu", {"scale": 0.0})
+    pieces = task.folder / "pieces.jsonl"
+    pieces.write_text("".join(pieces.read_text().splitlines(keepends=True)[:1]))
+    task.path.unlink()
+    monkeypatch.setattr(tasks, "by_whom", lambda main: {"code": "another", "commit": "c", "cpu": "a cpu"})
+    counting({"scale": 0.0})
+    assert [part["pieces"] for part in Record.read(task.path).made["parts"]] == [1, 2]
+
+
+# Replays
+
+
+def test_values_are_the_same_differ_by_round_off_or_differ():
+    one = {"a": [1.0, 2], "b": "x", "c": math.nan}
+    assert compare(one, {"a": [1.0, 2], "b": "x", "c": math.nan}) == SAME
+    assert compare(one, {"a": [1.0 + 1e-7, 2], "b": "x", "c": math.nan}) == ROUND_OFF
+    different = ({"a": [1.1, 2]}, {"a": [1.0, 3]}, {"b": "y"}, {"c": 0.0}, {"a": [1.0]}, {"a": [1.0, True]}, {"d": 1})
+    for other in different:
+        assert compare(one, {**one, **other}) == DIFFERS
+    assert first_difference(one, {**one, "a": [1.1, 2]}) == "a[0] was 1, is 1.1"
+    assert first_difference(one, one) == ""
+
+
+def test_first_epochs_are_compared_by_losses_and_counts():
+    then = {"train_loss": 1.0, "evaluations_forward": 10.0, "validation_accuracy": 0.5}
+    assert compare_epochs(then, then) == SAME
+    assert compare_epochs(then, {**then, "train_loss": 1.001}) == ROUND_OFF
+    assert compare_epochs(then, {**then, "evaluations_forward": 11.0}) == DIFFERS
+    assert compare_epochs(then, {"refreshes": 0.0}) == UNKNOWN
+    assert difference_of_epochs(then, {**then, "train_loss": 2.0}) == "train_loss was 1, is 2"
+
+
+def test_the_pieces_of_a_replay_are_quick_and_spread_over_all():
+    assert spread(list("abcde")) == list("aecbd")
+    assert quick({"slow": 100.0, "a": 0.1, "b": 0.1}) == ["a", "b"]
+    assert quick({"slow": 100.0, "slower": 200.0}) == ["slow"]
+
+
+@pytest.fixture
+def checks(tmp_path) -> Path:
+    return tmp_path / "replays.json"
+
+
+def test_a_record_of_pieces_is_stale_if_some_come_out_differently(counting, checks):
+    task = Task(COUNTING, "cpu", {"scale": 0.0})
+    counting(task.changes)
+    record = Record.read(task.path)
+    assert check_again("a/b.json", COUNTING, record, None, checks).startswith("not comparable")
+    named = dataclasses.replace(record, results={"cells": record.results["values"]})
+    assert check_again("a/b.json", COUNTING, named, None, checks).startswith("same (pieces: piece 0")
+    other = dataclasses.replace(named, results={"cells": {**named.results["cells"], "piece 0": 1.0}})
+    assert check_again("a/b.json", COUNTING, other, None, checks).endswith("piece 0 was 1, is 0")
+    entry = read_checks(checks)["a/b.json"]
+    assert is_of(entry, other) and not is_of(entry, named) and entry["verdict"] == DIFFERS
+
+
+def digits_record(counting, **changes: Any) -> tuple[Task, Record]:
+    """A record of two epochs of four steps each, in the folders of the fixture `counting`."""
+    small = {"epochs": 2, "n_train": 128, "batch": 32, "h": 0.25, "method": "mali", **changes}
+    task = Task(EXPERIMENTS["digits"], "smoke", small)
+    perform(task, Options(), lambda done, text: None)
+    return task, Record.read(task.path)
+
+
+def test_records_of_training_are_replayed_by_steps_or_by_the_first_epoch(counting, checks):
+    task, record = digits_record(counting)
+    assert record.made["cpu"] and len(record.replay["steps"]) == 4
+    assert check(task, record) == Check(SAME, "4 first steps, of the record")
+    counted = {**record.replay["steps"][0], "evaluations_forward": 11}
+    assert check(task, dataclasses.replace(record, replay={"steps": [counted]})).verdict == DIFFERS
+    old = dataclasses.replace(record, replay={})
+    by_epoch = check(task, old)
+    assert by_epoch == Check(SAME, "means of the first epoch", steps=record.replay["steps"])
+    worse = {**record.metrics, "train_loss": [9.0, 9.0]}
+    assert check(task, dataclasses.replace(old, metrics=worse)).verdict == DIFFERS
+    assert task_of(EXPERIMENTS["digits"], record).config == task.config
+
+
+def test_old_records_of_long_epochs_tell_by_counts_alone_and_their_steps_are_pinned_later(counting, checks):
+    task, record = digits_record(counting)
+    long = dataclasses.replace(record, replay={}, seconds={**record.seconds, "epochs": [1e3, 1e3]})
+    for _ in range(2):
+        said = check_again("digits/x.json", task.experiment, long, None, checks)
+    assert said == "same (4 first steps, pinned later)"
+    checks.unlink()
+    assert "not comparable" in check_again("digits/x.json", task.experiment, long, None, checks)
+    more = dataclasses.replace(long, metrics={**long.metrics, "evaluations_forward": [12.0, 12.0]})
+    assert check(task, more)[:3] == (
+        DIFFERS, "evaluations of a step, which never vary in the record", "evaluations_forward was 12, is 10"
+    )  # fmt: skip
+    vary = dataclasses.replace(long, metrics={**long.metrics, "evaluations_forward": [12.0, 13.0]})
+    assert check(task, dataclasses.replace(vary, metrics={"evaluations_forward": [12.5]})).verdict == UNKNOWN
+
+
+def test_only_what_is_stale_is_made_anew_if_asked(counting, monkeypatch):
+    task, record = digits_record(counting)
+    monkeypatch.setattr(queue, "code_hash", lambda main: "another")
+    done = perform(task, Options(stale=True), lambda done, text: None)
+    assert done == "finished before; replay: same (4 first steps, of the record)"
+    dataclasses.replace(record, replay={"steps": [{**record.replay["steps"][0], "loss": 9.0}]}).written(task.path)
+    assert "see --stale" in perform(task, Options(), lambda done, text: None)
+    assert "done in" in perform(task, Options(stale=True), lambda done, text: None)
+    assert Record.read(task.path).replay == record.replay
 
 
 def test_a_damaged_record_is_set_aside_and_made_again(counting):
@@ -198,6 +332,24 @@ def test_the_command_line_lists_all_there_is(monkeypatch):
         listed = file.getvalue()
     assert all(name in listed for name in EXPERIMENTS)
     assert "estimated" in listed  # what a run of the published size would cost
+    assert "estimate for one A100, MALI" in re.sub(r"[\s│]+", " ", listed)
+
+
+def test_what_a_step_costs_is_counted(monkeypatch, tmp_path):
+    """A linear layer of 3 to 5, forward and backward, with two samples: 2 x 15 FLOPs each for y, dx and dW."""
+    monkeypatch.setattr(estimates, "PATH", tmp_path / "estimates.json")
+
+    def of(batch: int):
+        layer, x = torch.nn.Linear(3, 5, bias=False), torch.ones(batch, 3, requires_grad=True)
+        return layer, lambda: layer(x).sum().backward()
+
+    found = estimates.counted(estimates.Step(of, samples=100, batch=10))
+    assert found["flops_of_a_sample"] == 90 and found["steps"] == 10 and found["operations_of_a_step"] > 3
+    monkeypatch.setitem(estimates.STEPS, "cifar10 paper", lambda: estimates.Step(of, samples=10**15, batch=10**15))
+    estimates.write(["cifar10 paper"])
+    hours = 90 * 10**15 / estimates.FLOPS_PER_SECOND / 3600
+    assert f"estimate for one A100, MALI: {hours:,.0f} h (by FLOPs)" in estimates.estimate("cifar10", "paper")
+    assert estimates.estimate("toy", "paper") == ""
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,8 @@ import torchmali.torchdiffeq
 ROOT = Path(__file__).parents[2]
 EXPERIMENTS = ROOT / "experiments"
 LAYERS = (  # a package or module may import those named before it, and its own modules
-    "methods", "data", "engine", "models", "theory", "images", "series", "flows", "matching", "registry", "report",
+    "methods", "data", "engine", "models", "theory", "images", "series", "flows", "matching", "registry", "estimates",
+    "report",
     "cli", "__main__",
 )  # fmt: skip
 PUBLIC = {

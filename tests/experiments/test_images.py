@@ -7,6 +7,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -34,6 +35,9 @@ from experiments.methods import Solve
 from experiments.models import ode_resnet
 from experiments.models.ode_resnet import RESNET, Normalise
 from experiments.registry import EXPERIMENTS
+from experiments.report.chapters import solvers as solvers_chapter
+from experiments.report.claims import Claim
+from experiments.report.runs import Found
 from experiments.theory.controllers import UnguardedLastStep, reference_end
 
 ROOT = Path(__file__).parents[2]
@@ -329,6 +333,21 @@ def test_the_network_of_imagenet_trains_on_a_folder_of_pictures(pictures, tmp_pa
     assert found.results["parameters"] == 11_689_512 - 998 * 513  # of two classes
     assert found.results["evaluations"] == {"forward": 20.0, "backward": 20.0}  # N + 1 in each of four blocks
     assert len(found.metrics["watched_accuracy"]) == 2
+
+
+@pytest.mark.slow
+def test_tables_2_and_3_of_a_folder_of_pictures_come_up_to_the_cell_of_the_report(pictures, tmp_path, monkeypatch):
+    small = {"epochs": 1, "batch": 4, "n_validation": 4, "size": 64, "devices": 1, "workers": 0, "sizes": (1.0, 0.25)}
+    small |= {"tolerances": (1.0,), "epsilons": (1.0,), "pgd_steps": 1, "network": "stack"}
+    runs = []
+    for method in ("mali", "resnet"):
+        found = performed("solvers", "paper", {**small, "method": method}, tmp_path, monkeypatch, pictures)
+        assert found.finished and found.results["n_test"] == 8
+        runs.append(Found(found, f"records/{method}.json"))
+    tables, _, findings = solvers_chapter.show(runs)
+    (table,) = (one for one in tables if one.id == "2-folder")
+    assert re.fullmatch(r"[0-9.]+ \(69.6\)", str(table.rows[0][3])) and "ImageNet" in table.title
+    assert {"invariance", "resnet-random", "fgsm"} <= {one.id for one in findings if isinstance(one, Claim)}
 
 
 def test_a_corrupt_picture_is_told(pictures, tmp_path, monkeypatch):

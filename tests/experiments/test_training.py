@@ -6,6 +6,7 @@ start at once.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import multiprocessing
 import os
@@ -97,14 +98,16 @@ class Helper:
     def start(self, out: Path, name: str = "digits", methods: tuple[str, ...] = ("mali",), jobs: int = 1, **more: Any):
         """A run below `out`; returns the process id.
 
-        more: `Options`; `changes` of the preset; a hash of `code`; `forks`: jobs need not import Lightning again.
+        more: `Options`; `changes` of the preset; a hash of `code`, and `factor`, by which it multiplies the loss;
+        `forks`: jobs need not import Lightning again.
         """
         out.mkdir(parents=True, exist_ok=True)
         changes = more.pop("changes", SMALL if name == "digits" else {})
-        code, forks = more.pop("code", ""), more.pop("forks", False)
+        code, factor, forks = more.pop("code", ""), more.pop("factor", 1.0), more.pop("forks", False)
         command = {
             "out": str(out),
             "code": code,
+            "factor": factor,
             "forks": forks,
             "name": name,
             "changes": changes,
@@ -147,7 +150,10 @@ def _child(command: dict[str, Any], said: Path) -> int:
     os.environ["TORCHMALI_OUT"] = command["out"]  # for processes of --jobs 2
     patch = pytest.MonkeyPatch()
     if command["code"]:
-        patch.setattr("experiments.engine.checkpoint.code_hash", lambda main: command["code"])
+        patch.setattr("experiments.engine.checkpoint.by_whom", lambda main: {"code": command["code"], "cpu": "a cpu"})
+    if command["factor"] != 1:
+        step = Classifier.training_step
+        patch.setattr(Classifier, "training_step", lambda *args: command["factor"] * step(*args))
     if command["forks"]:
         fork = multiprocessing.get_context("fork")
         patch.setattr(multiprocessing, "get_context", lambda kind: fork)
@@ -194,10 +200,10 @@ def log_of(out: Path) -> str:
     return "".join(path.read_text() for path in (out / "runs").glob("*/*/log.jsonl"))
 
 
-def alarms_in(out: Path) -> list[str]:
-    """The files of all that its log tells beside epochs."""
+def alarms_in(out: Path, *events: str) -> list[str]:
+    """The files of all that its log tells beside epochs, or of these events."""
     lines = [json.loads(line) for line in log_of(out).splitlines()]
-    return [line["file"] for line in lines if line["event"] != "epoch"]
+    return [line["file"] for line in lines if (line["event"] in events if events else line["event"] != "epoch")]
 
 
 def n_epochs_trained(out: Path) -> int:
@@ -302,14 +308,49 @@ def test_what_a_kill_leaves_behind_does_no_harm(helper, undisturbed, tmp_path):
     assert {path.name for path in folder.iterdir()} == {"log.jsonl", "weights.pt", *kept}
 
 
+DIFFERENT = {"code": "new", "factor": 2.0}  # a code whose first steps are others
+
+
 @pytest.mark.parametrize("any_code", [False, True])
-def test_what_ran_out_of_time_keeps_its_weights_and_goes_on_with_other_code_if_asked(helper, tmp_path, any_code):
+def test_what_ran_out_of_time_keeps_its_weights_and_goes_on_with_different_code_if_asked(helper, tmp_path, any_code):
     for _ in range(2):
         helper.run(tmp_path, max_seconds=0, code="old")
     assert (folder_in(tmp_path) / "weights.pt").exists() and not record_in(tmp_path).finished
-    said = helper.run(tmp_path, max_seconds=0, code="new", any_code=any_code)
+    said = helper.run(tmp_path, max_seconds=0, any_code=any_code, **DIFFERENT)
     assert ("the record has more epochs" in said) != any_code  # it would begin anew
     assert len(record_in(tmp_path).metrics["train_loss"]) == (3 if any_code else 2)
+
+
+@pytest.mark.parametrize(("factor", "word"), [(1.0, "the same."), (1 + 1e-5, "the same up to round-off.")])
+def test_a_run_survives_a_change_of_code_if_its_first_steps_are_the_same(helper, undisturbed, tmp_path, factor, word):
+    for code in ("old", "new", "newer"):
+        said = helper.run(tmp_path, max_seconds=0, code=code, factor=1.0 if code == "old" else factor)
+    assert f"first 4 steps made again: {word}" in said and alarms_in(tmp_path, "set aside") == []
+    said = helper.run(tmp_path, code="newer", factor=factor)
+    assert "made again" not in said and n_epochs_trained(tmp_path) == 5
+    record = record_in(tmp_path)
+    assert record.replay["steps"] == undisturbed.replay["steps"]  # of the code that began the run
+    parts = [(part["code"], part["first"], part["last"]) for part in record.made["parts"]]
+    assert parts == [("old", 1, 1), ("new", 2, 2), ("newer", 3, 5)]
+    assert "replay" not in record.made["parts"][0] and word[:-1] in record.made["parts"][1]["replay"]
+    if factor == 1:
+        assert_same(record, undisturbed)
+
+
+def test_a_run_from_before_replays_survives_by_the_means_of_its_first_epoch(helper, undisturbed, tmp_path):
+    helper.run(tmp_path, max_seconds=0, code="old")
+    path = folder_in(tmp_path) / "epoch-00001.ckpt"
+    state = torch.load(path, weights_only=True)
+    for name in ("replay", "parts"):
+        del state["experiment"][name]
+    torch.save(state, path)
+    path.with_name(f"{path.name}.sha256").write_text(hashlib.sha256(path.read_bytes()).hexdigest())
+    shutil.copytree(tmp_path, tmp_path / "twin", ignore=shutil.ignore_patterns("twin"))
+    assert "its first epoch: differs. Set aside" in helper.run(tmp_path / "twin", **DIFFERENT, max_seconds=0)
+    assert "first epoch made again: the same. Went on from it." in helper.run(tmp_path, code="new")
+    record = record_in(tmp_path)
+    assert record.made["parts"][0] == {"code": "old", "first": 1, "last": 1}  # no processor is made up
+    assert_same(record, undisturbed)
 
 
 @pytest.mark.parametrize("schedule", ["epoch", "step"])
@@ -331,11 +372,12 @@ def test_without_its_checkpoints_a_run_goes_on_from_the_weights_beside_its_recor
         helper.run(moved, "tiny", changes=changes, max_seconds=0, keep_weights=True)
     weights = record_path(moved, "").with_suffix(".pt").read_bytes()
     shutil.rmtree(moved / "runs")
-    said = helper.run(moved, "tiny", changes=changes, max_seconds=0, keep_weights=True, code="new")
-    assert "by code that has changed since: see --any-code" in said and "the record has more epochs" in said
+    said = helper.run(moved, "tiny", changes=changes, max_seconds=0, keep_weights=True, **DIFFERENT)
+    assert "Its weights are not used: see --any-code" in said and "the record has more epochs" in said
     assert record_path(moved, "").with_suffix(".pt").read_bytes() == weights
     shutil.rmtree(moved / "runs")
-    said = helper.run(moved, "tiny", changes=changes, code="new", any_code=True)
+    said = helper.run(moved, "tiny", changes=changes, code="new")
+    assert "The record of 2 epochs was made by code that has changed since; first 3 steps made again: the same" in said
     assert "Went on from the weights of 2 epochs; the optimizer's averages began anew." in said
     assert n_epochs_trained(moved) == 1
     assert record_in(moved, "").metrics == record_in(tmp_path / "at once", "").metrics
@@ -427,11 +469,11 @@ def test_a_damaged_checkpoint_is_told_set_aside_and_not_trusted(helper, undistur
     assert n_epochs_trained(tmp_path) == 5 + len(damage)
 
 
-def test_a_checkpoint_of_other_code_is_told_set_aside_and_not_trusted(helper, undisturbed, tmp_path):
-    helper.run(tmp_path, code="other", max_seconds=0)
+def test_a_checkpoint_of_different_code_is_told_set_aside_and_not_trusted(helper, undisturbed, tmp_path):
+    helper.run(tmp_path, max_seconds=0, **DIFFERENT)
     said = helper.run(tmp_path)
-    assert "epoch-00001.ckpt was made by code that has changed since. Set aside" in said
-    assert alarms_in(tmp_path) == ["epoch-00001.ckpt"]
+    assert "epoch-00001.ckpt was made by code that has changed since; its first 4 steps: differs. Set aside" in said
+    assert alarms_in(tmp_path, "set aside") == ["epoch-00001.ckpt"]
     assert_same(record_in(tmp_path), undisturbed)
     assert n_epochs_trained(tmp_path) == 1 + 5
 

@@ -51,12 +51,13 @@ def test_in_training_on_mnist_mali_is_as_good_as_rnode_with_its_weights_and_not_
 def test_flows_learn_densities_in_the_plane():
     found = records("densities")
     assert {one.record.config["data"] for one in found} == {"circles", "pinwheel", "checkerboard"}
-    assert {claim.verdict for claim in plane.show(found)[2]} == {"holds"}
+    assert {one.verdict for one in plane.show(found)[2]} == {"kept"}
 
 
 def test_mali_trains_with_the_largest_batch_at_every_tolerance():
     (one,) = records("flow_memory")
-    holding(flow_memory.show([one])[2], "MALI's memory does not depend on the tolerance")
+    (claim,) = flow_memory.show([one])[2]
+    assert "MALI 1.00" in claim.numbers  # the largest over the smallest peak
     for tolerance in one.record.config["tolerances"]:
         fits = [one.record.results["fits"][f"{m} / {tolerance:g}"]["largest_batch"] for m in ("mali", "aca", "naive")]
         assert fits[0] > fits[1] > fits[2]

@@ -14,7 +14,7 @@ from PIL import Image
 
 from experiments.flows.images import unpacked
 from experiments.flows.plane import LIMIT, N_CELLS, N_TIMES
-from experiments.report.claims import Claim, verdict
+from experiments.report.claims import check
 from experiments.report.figures import Picture
 from experiments.report.runs import Found, Shown, commands
 from experiments.report.style import COLORS, DARK
@@ -41,7 +41,7 @@ def show(found: list[Found]) -> Shown:
         numbers = f"{results['test_nats']:.3f} nats, the normal distribution {results['gaussian_nats']:.3f}."
         beaten = [results["test_nats"] < results["gaussian_nats"]]
         claims.append(
-            Claim("a floor: it learns", f"A flow trained with MALI learns {name}", verdict(beaten), numbers, [one.path])
+            check("a floor: it learns", f"A flow trained with MALI learns {name}", beaten, numbers, [one.path])
         )
     columns = (
         "data",

@@ -329,6 +329,21 @@ def test_f_is_called_once_per_solve_and_a_trace_leaves_no_mark(interpreted):
     assert f.plain.sum().item() == 6 and not f.scale.requires_grad
 
 
+@pytest.mark.filterwarnings("ignore:f depends on a tensor of shape")  # the y that it makes itself, in the first pass
+def test_f_may_look_whether_y_requires_a_gradient(interpreted):
+    def slope(m: nn.Module, t: Tensor, y: Tensor) -> Tensor:
+        with torch.enable_grad():
+            x = y if y.requires_grad else y.detach().requires_grad_()
+            (g,) = torch.autograd.grad(m(x).tanh().sum(), x, create_graph=True)
+        return g
+
+    case = of(nn.Linear(6, 6), slope)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="compile=True")
+        assert_as_eager(case, [0.0, 1.0])
+        assert n_new(lambda: assert_as_eager(case, [0.0, 1.0])) == 0
+
+
 class Counting:
     """A function whose numbers depend on how often it was called, behind torch's back."""
 

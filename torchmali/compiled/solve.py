@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from torchmali.compiled.attempts import Attempts, tolerance_of
-from torchmali.compiled.capture import Subject, capture
+from torchmali.compiled.capture import OTHER_CALLS, Subject, capture
 from torchmali.compiled.leapfrog import Code, CompiledLeapfrog, Outside, agrees
 from torchmali.compiled.loops import Form, Loops
 from torchmali.compiled.recording import CallRecorder, NotCompiledError
@@ -45,8 +45,7 @@ def solve_compiled(method: ReplayGradient, problem: Problem) -> Solved:
     reason = obstacle(problem)
     if reason is not None:
         raise NotCompiledError(reason)
-    first = _evaluate_first(problem)
-    loops = _loops_of(problem, first)
+    first, loops = _first_with_loops(problem)
     tensors, places = (_only(x, loops.event.used) for x in (first.outside, first.places))
     outside = Outside(places, [x for x, place in zip(tensors, places, strict=True) if place is None])
     if problem.wants_gradient and any([x.grad_fn is not None for x in outside.saved]):
@@ -83,7 +82,20 @@ class First(NamedTuple):
     places: Sequence[int | None]  # where they are in field.theta; None: they get no gradient
 
 
-def _evaluate_first(problem: Problem) -> First:
+def _first_with_loops(problem: Problem) -> tuple[First, Loops]:
+    first = _evaluate_first(problem)
+    try:
+        return first, _loops_of(problem, first)
+    except NotCompiledError as error:
+        if str(error) != OTHER_CALLS or not problem.wants_gradient:
+            raise
+    # It may look whether y requires a gradient, which y does where f is differentiated.
+    followed = _evaluate_first(problem, is_followed=True)._replace(u=first.u)
+    return followed, _loops_of(problem, followed)
+
+
+def _evaluate_first(problem: Problem, is_followed: bool = False) -> First:
+    """is_followed: with a y that requires a gradient."""
     field = problem.field
     environment = field.environment
     found: list[CallRecorder] = []
@@ -100,7 +112,7 @@ def _evaluate_first(problem: Problem) -> First:
 
     def run() -> tuple[Field, Tensors]:
         twin = field.with_function(recorded)
-        u = twin(problem.times[0], tuple([z.detach() for z in problem.z0]))
+        u = twin(problem.times[0], tuple([z.detach().requires_grad_(is_followed) for z in problem.z0]))
         if environment.draws:
             raise NotCompiledError("f draws random numbers")
         if environment.changing or environment.lent:

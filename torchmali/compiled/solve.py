@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Hashable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -83,15 +84,28 @@ class First(NamedTuple):
 
 
 def _first_with_loops(problem: Problem) -> tuple[First, Loops]:
-    first = _evaluate_first(problem)
+    asks = problem.wants_gradient and _asks(problem.field.original)
+    first = _evaluate_first(problem, is_followed=asks)
     try:
         return first, _loops_of(problem, first)
     except NotCompiledError as error:
         if str(error) != OTHER_CALLS or not problem.wants_gradient:
             raise
-    # It may look whether y requires a gradient, which y does where f is differentiated.
-    followed = _evaluate_first(problem, is_followed=True)._replace(u=first.u)
-    return followed, _loops_of(problem, followed)
+    # It may ask whether y requires a gradient, which y does where f is differentiated.
+    followed = _evaluate_first(problem, is_followed=not asks)
+    loops = _loops_of(problem, followed)
+    if not asks:
+        with contextlib.suppress(TypeError):  # no weak reference can be made to it
+            _Remembered.asking.add(problem.field.original)
+    return followed._replace(u=first.u), loops
+
+
+def _asks(func: Callable) -> bool:
+    """Whether a function is known to make other calls with a y that requires a gradient."""
+    try:
+        return func in _Remembered.asking
+    except TypeError:
+        return False
 
 
 def _evaluate_first(problem: Problem, is_followed: bool = False) -> First:
@@ -158,12 +172,14 @@ class _Remembered:
     lock = threading.RLock()
     found: ClassVar[dict[Hashable, Loops | str]] = {}
     n_made: ClassVar[list[int]] = [0]
+    asking: ClassVar[weakref.WeakSet[Any]] = weakref.WeakSet()  # functions, see `_asks`
 
 
 def forget_loops() -> None:
     """Forget all loops that were compiled."""
     with _Remembered.lock:
         _Remembered.found.clear()
+        _Remembered.asking.clear()
 
 
 def n_captured() -> int:

@@ -181,10 +181,11 @@ def solve(
 
     return_code: also return the integer end state, `code`, from which `solve_back(func, code)` gets y0 to the last bit.
 
-    compile: make both loops of MALI machine code. With fixed steps of an undamped leapfrog and y at the output times;
-    other solves, and an f that cannot be traced (one that draws random numbers, or branches on t or y), run as without
-    it, and a warning says why. The first solve takes seconds. Later ones with the same f compile nothing, whatever
-    their steps, times and parameters; other shapes, or an attribute of f that is another number, do (docs/compile.md).
+    compile: make both loops of MALI machine code, in fixed or adaptive steps of an undamped leapfrog. Other solves
+    (`event`, `dense`, `jumps`), and an f that cannot be traced (one that draws random numbers, or branches on t or y),
+    run as without it, and a warning says why. The first solve takes seconds. Later ones with the same f compile
+    nothing, whatever their steps, tolerances, times and parameters; other shapes, or an attribute of f that is another
+    number, do (docs/compile.md).
 
     dense: the solution can be called, `solution(t)`, for y at any time between t[0] and t[-1], from the interpolant of
     the step that holds it, and `solution(t, derivative=True)` for dy/dt. The steps are those of a solve without it;

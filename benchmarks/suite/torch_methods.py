@@ -44,7 +44,7 @@ class Ops:
         """Return fn(y) and cotangent^T dfn/dy, with a graph where one is being recorded."""
         keep = torch.is_grad_enabled()
         with torch.enable_grad():
-            y = y if keep and y.requires_grad else (y if keep else y.detach()).requires_grad_()
+            y = y if keep and y.requires_grad else y.detach().requires_grad_()
             out = fn(y)
             (found,) = torch.autograd.grad(out, y, cotangent, create_graph=keep)
         return (out, found) if keep else (out.detach(), found)

@@ -153,6 +153,18 @@ def test_what_adaptive_solves_say_is_what_eager_ones_say(interpreted):
         assert said[0] == said[1]
 
 
+def test_steps_between_which_nothing_happens_are_taken_back_in_one_call(interpreted, monkeypatch):
+    calls, backward = [], loops.Loops.backward
+    monkeypatch.setattr(loops.Loops, "backward", lambda *how: calls.append(how) or backward(*how))
+    case = MAKERS["time_dependent"]()
+    for times, n_calls in (([0.0, 1.0], 1), ([0.0, 0.3, 1.0], 2)):
+        calls.clear()
+        how: Any = {"solver": tm.ALF(order=4, evals=5), "controller": tm.AdaptiveStep(1e-5, 1e-6, land=True)}
+        _, stats = numbers(case, times, compile=True, **how)
+        assert stats.n_steps > 2 and stats.n_refreshes == 0
+        assert len(calls) == n_calls + 1  # and one for the start
+
+
 def test_sums_of_observations_are_those_of_eager_solves(interpreted):
     case = MAKERS["mlp"]()
     w = torch.linspace(0.5, 1.5, 6, dtype=torch.float64, requires_grad=True)
@@ -327,6 +339,30 @@ def test_f_is_called_once_per_solve_and_a_trace_leaves_no_mark(interpreted):
         tm.solve(f, start(), [0.0, 1.0], compile=True, **HOW).y.sum().backward()
         assert f.n_calls == 1
     assert f.plain.sum().item() == 6 and not f.scale.requires_grad
+
+
+@pytest.mark.filterwarnings("ignore:f depends on a tensor of shape")  # the y that it makes itself, in the first pass
+def test_f_may_look_whether_y_requires_a_gradient(interpreted):
+    def slope(m: nn.Module, t: Tensor, y: Tensor) -> Tensor:
+        with torch.enable_grad():
+            x = y if y.requires_grad else y.detach().requires_grad_()
+            (g,) = torch.autograd.grad(m(x).tanh().sum(), x, create_graph=True)
+        return g
+
+    made, n_calls = of(nn.Linear(6, 6), slope), [0]
+
+    def f(t: Tensor, y: Tensor) -> Tensor:
+        n_calls[0] += 1
+        return made.f(t, y)
+
+    case = Case(f, made.y0, params=made.params)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="compile=True")
+        assert_as_eager(case, [0.0, 1.0])
+        assert n_new(lambda: assert_as_eager(case, [0.0, 1.0])) == 0
+        n_calls[0] = 0
+        numbers(case, [0.0, 1.0], compile=True)
+        assert n_calls[0] == 1
 
 
 class Counting:

@@ -7,7 +7,7 @@ import re
 
 from committed import ROOT, cells, records, table_titled
 
-from benchmarks import evaluations, report, systems
+from benchmarks import compiled_adaptive, evaluations, report, systems
 from benchmarks.suite import limits
 from experiments.report.chapters import flows, images, series
 
@@ -90,6 +90,26 @@ def test_the_page_of_compiled_solves_has_the_numbers_of_its_record():
         eager, costs = f"{one['time_ratios']['eager']['median']:.3f}", f"{seconds['cold']:.0f} / {seconds['warm']:.0f}"
         row = rf"^\| {workload}: .* \| {re.escape(f'{median} {quartiles}')} \| .* \| {eager} \| {costs} \|$"
         assert re.search(row, page, re.M), workload
+
+
+def test_the_page_of_compiled_solves_has_the_numbers_of_adaptive_steps():
+    page = (ROOT / "docs" / "compile.md").read_text()
+    found = json.loads((ROOT / "benchmarks" / "records" / "compiled_adaptive.json").read_text())["results"]
+    for workload, one in found.items():
+        ratio, seconds, peaks = one["time_ratios"]["MALI compiled"], one["compile_seconds"]["cpu"], one["peak_bytes"]
+        cells = [
+            f"{ratio['median']:.3f} ({ratio['lower']:.3f} - {ratio['upper']:.3f})",
+            f"{compiled_adaptive.LIMITS[workload]:.2f}",
+            f"{one['time_ratios']['MALI']['median']:.3f}",
+            f"{peaks['MALI compiled'] / 1e6:.2f}, {peaks['torchdiffeq naive'] / 1e6:.2f}",
+            f"{seconds['cold']:.0f} / {seconds['warm']:.0f}",
+        ]
+        assert re.search(rf"^\| {workload}: .* {re.escape(' | '.join(cells))} \|$", page, re.M), workload
+        assert (
+            ratio["median"] <= compiled_adaptive.LIMITS[workload]
+            and one["difference"] <= 1e-12
+            and one["n_compiled_again"] == 0
+        )
 
 
 def test_the_record_of_the_fuzzer_has_no_failure():

@@ -15,6 +15,7 @@ from torchmali.compiled.recording import LOOKS, CallRecorder, NotCompiledError
 from torchmali.field.evaluate import Field
 from torchmali.state.vectors import Tensors
 
+OTHER_CALLS = "f makes other calls when it is traced than when it is evaluated"
 LOW = (torch.float16, torch.bfloat16)
 
 
@@ -76,7 +77,7 @@ def _event(subject: Subject, found: list[Any], inputs: Sequence[Tensor]) -> tupl
             u = field.func(t, field.structure.rebuild(z), *field.args)
         u = recorder.returned(field.structure.flatten(u))
         if recorder.calls != list(subject.calls):
-            raise NotCompiledError("f makes other calls when it is traced than when it is evaluated")
+            raise NotCompiledError(OTHER_CALLS)
         if versions != [n_changes(x) for x in [*z, *twins]]:
             raise NotCompiledError("f changes a tensor in place that it did not make: a buffer, or one in a closure")
         moving = [x for x, moves in zip(twins, subject.moves, strict=True) if moves]

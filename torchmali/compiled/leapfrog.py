@@ -120,11 +120,11 @@ class CompiledLeapfrog(Leapfrog):
         residuals: Residuals | None,
         keeps_stages: bool = False,
     ) -> Attempt:
-        n_slots = self._n_slots if keeps_stages else 0
-        if not adaptive or n_slots is None:
+        n_slots, plan = self._n_slots if keeps_stages else 0, plan_of_step(self.given)
+        if n_slots is None or (plan.gives_slope and not adaptive):  # nobody wants the slope at the end
             return super().step_with_residuals(f, t0, t1, state, carry, adaptive, residuals, keeps_stages)
         assert isinstance(f, Field) and isinstance(t0, float) and isinstance(t1, float)
-        code, plan, n = self.code, plan_of_step(self.given), len(state.point)
+        code, n = self.code, len(state.point)
         n_new, before = len(self.scheme.observed), [] if residuals is None else residuals[-N_VALUES:]
         judges = residuals is not None and len(before) + n_new >= N_VALUES
         values = [*code.loops.zero_state * (N_VALUES - len(before)), *[x for leaves in before for x in leaves]]
@@ -137,7 +137,7 @@ class CompiledLeapfrog(Leapfrog):
         ratio, alternation = found.numbers.unbind()
         return Attempt(
             Floats(found.z, found.v),
-            found.error,
+            found.error if adaptive else None,
             found.u if plan.gives_slope else None,
             [state.slope, *zip(*[x[: self.n_reflects] for x in found.slopes], strict=True)] if n_slots else (),
             ratio=ratio if self.judges else None,

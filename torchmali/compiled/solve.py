@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Hashable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from torchmali.compiled.attempts import Attempts, tolerance_of
-from torchmali.compiled.capture import Subject, capture
+from torchmali.compiled.capture import OTHER_CALLS, Subject, capture
 from torchmali.compiled.leapfrog import Code, CompiledLeapfrog, Outside, agrees
 from torchmali.compiled.loops import Form, Loops
 from torchmali.compiled.recording import CallRecorder, NotCompiledError
@@ -45,8 +46,7 @@ def solve_compiled(method: ReplayGradient, problem: Problem) -> Solved:
     reason = obstacle(problem)
     if reason is not None:
         raise NotCompiledError(reason)
-    first = _evaluate_first(problem)
-    loops = _loops_of(problem, first)
+    first, loops = _first_with_loops(problem)
     tensors, places = (_only(x, loops.event.used) for x in (first.outside, first.places))
     outside = Outside(places, [x for x, place in zip(tensors, places, strict=True) if place is None])
     if problem.wants_gradient and any([x.grad_fn is not None for x in outside.saved]):
@@ -83,7 +83,33 @@ class First(NamedTuple):
     places: Sequence[int | None]  # where they are in field.theta; None: they get no gradient
 
 
-def _evaluate_first(problem: Problem) -> First:
+def _first_with_loops(problem: Problem) -> tuple[First, Loops]:
+    asks = problem.wants_gradient and _asks(problem.field.original)
+    first = _evaluate_first(problem, is_followed=asks)
+    try:
+        return first, _loops_of(problem, first)
+    except NotCompiledError as error:
+        if str(error) != OTHER_CALLS or not problem.wants_gradient:
+            raise
+    # It may ask whether y requires a gradient, which y does where f is differentiated.
+    followed = _evaluate_first(problem, is_followed=not asks)
+    loops = _loops_of(problem, followed)
+    if not asks:
+        with contextlib.suppress(TypeError):  # no weak reference can be made to it
+            _Remembered.asking.add(problem.field.original)
+    return followed._replace(u=first.u), loops
+
+
+def _asks(func: Callable) -> bool:
+    """Whether a function is known to make other calls with a y that requires a gradient."""
+    try:
+        return func in _Remembered.asking
+    except TypeError:
+        return False
+
+
+def _evaluate_first(problem: Problem, is_followed: bool = False) -> First:
+    """is_followed: with a y that requires a gradient."""
     field = problem.field
     environment = field.environment
     found: list[CallRecorder] = []
@@ -100,7 +126,7 @@ def _evaluate_first(problem: Problem) -> First:
 
     def run() -> tuple[Field, Tensors]:
         twin = field.with_function(recorded)
-        u = twin(problem.times[0], tuple([z.detach() for z in problem.z0]))
+        u = twin(problem.times[0], tuple([z.detach().requires_grad_(is_followed) for z in problem.z0]))
         if environment.draws:
             raise NotCompiledError("f draws random numbers")
         if environment.changing or environment.lent:
@@ -146,12 +172,14 @@ class _Remembered:
     lock = threading.RLock()
     found: ClassVar[dict[Hashable, Loops | str]] = {}
     n_made: ClassVar[list[int]] = [0]
+    asking: ClassVar[weakref.WeakSet[Any]] = weakref.WeakSet()  # functions, see `_asks`
 
 
 def forget_loops() -> None:
     """Forget all loops that were compiled."""
     with _Remembered.lock:
         _Remembered.found.clear()
+        _Remembered.asking.clear()
 
 
 def n_captured() -> int:

@@ -24,7 +24,7 @@ def _of_call(problem: Problem) -> Iterator[str]:
     if not controller.adaptive and type(controller) is not FixedStep:
         yield f"{type(controller).__name__} is neither FixedStep nor an adaptive controller"
     if not outputs.skips_steps:
-        yield "event= and dense= look at every step, and so may outputs="
+        yield "event= and dense= look at every step"
     if problem.t is not None:
         yield "t requires a gradient"
     if problem.wants_code:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torchmali.gradients.base import Problem
+from torchmali.gradients.base import Problem, Solved
+from torchmali.gradients.direct import EagerMoves, KeptMoves, NotDirectError, direct_schedule, solve_directly
 from torchmali.gradients.replay import ReplayGradient
 from torchmali.tape import Tape
 
@@ -20,6 +21,15 @@ class ACA(ReplayGradient):
 
     inverts: ClassVar[bool] = False
     obstacle_to_dense: ClassVar[str | None] = None
+
+    def solve(self, problem: Problem) -> Solved:
+        schedule = direct_schedule(problem)
+        if schedule is None:
+            return super().solve(problem)
+        try:
+            return solve_directly(self, problem, schedule, KeptMoves() if problem.wants_gradient else EagerMoves())
+        except NotDirectError:
+            return super().solve(problem._replace(field=problem.field.is_restless(), outputs=problem.outputs.again()))
 
     def tape(self, problem: Problem) -> Tape:
         return Tape(keep_every=1, rewinds=True)

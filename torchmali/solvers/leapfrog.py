@@ -405,12 +405,13 @@ class Leapfrog(AugmentedSolver, RunningSolver, InterpolatingSolver):
                 if f.graphs:
                     recorded = f.record(t0 + node * h, state.point)
                     state, u, (g, _) = _at_kept(state, recorded), recorded.u, recorded.pull(a.v)
-                    del recorded  # or it would still be there at the next evaluation
+                    del recorded
                 else:
                     u, g, _ = f.linearize(t0 + node * h, state.point, a.v)
                 accumulate(sums, g, 2 * eta)
                 scale_(a.v, 1 - 2 * eta)
                 state, e = state.unreflect(u, eta), 0.0
+                del u, g  # or they would still be there at the next evaluation
             e = first * h
         add_(a.v, a.z, e)
         return state.drift(-e)

@@ -54,7 +54,8 @@ def solved(f: Any, y0: Any, times: list[float], **how: Any) -> tuple[list[Tensor
         leaves = list(y0.values()) if isinstance(y0, dict) else [y0]
         inputs = [*leaves, *(f.parameters() if isinstance(f, nn.Module) else [])]
         grads = torch.autograd.grad([(torch.sin(x) * x).sum() for x in y], inputs)
-    return [*y, *grads], asdict(solution.stats), [str(w.message) for w in caught]
+    counts = {name: x for name, x in asdict(solution.stats).items() if x is not None}
+    return [*y, *grads], counts, [str(w.message) for w in caught]
 
 
 def assert_twice_the_same(f: Any, y0: Any, times: list[float], **how: Any) -> list[str]:
@@ -80,6 +81,25 @@ def test_numbers_and_counts_are_those_of_the_loop(solver, times, tree, h, n_dire
     assert n_direct == [4]
 
 
+@pytest.mark.parametrize("solver", SOLVERS, ids=repr)
+@pytest.mark.parametrize("times", [[0.0, 1.0], [1.0, 0.55, -0.3, -0.4]], ids=str)
+@pytest.mark.parametrize("tree", [False, True], ids=["tensor", "tree"])
+def test_numbers_and_counts_of_aca_are_those_of_the_loop(solver, times, tree, n_direct):
+    for dtype, h in ((torch.float32, 0.03), (torch.float64, 0.5)):
+        how: Any = {"solver": solver, "controller": tm.FixedStep(h), "gradient": tm.ACA()}
+        assert not assert_twice_the_same(Net(dtype), start(dtype, tree), times, **how)
+    assert n_direct == [4]
+
+
+def test_a_gradient_by_aca_can_be_asked_for_twice(n_direct):
+    f, y0 = Net(), start()
+    how: Any = {"controller": tm.FixedStep(0.1), "gradient": tm.ACA()}
+    tm.solve(f, y0, [0.0, 1.0], **how)
+    y = tm.solve(f, y0, [0.0, 1.0], **how).y.sum()
+    first, second = (torch.autograd.grad(y, [y0, *f.parameters()], retain_graph=True) for _ in range(2))
+    assert n_direct == [1] and all(map(torch.equal, first, second))
+
+
 def test_without_a_gradient(n_direct):
     f = Net()
     how: Any = {"controller": tm.FixedStep(0.1, land=False)}
@@ -96,7 +116,7 @@ def test_without_a_gradient(n_direct):
         {"controller": tm.FixedStep(0.1), "solver": tm.ALF(refresh=3)},
         {"controller": tm.FixedStep(0.1), "solver": tm.ALF(eta=0.9)},
         {"controller": tm.FixedStep(0.1), "solver": tm.Reversible()},
-        {"controller": tm.FixedStep(0.1), "gradient": tm.ACA()},
+        {"controller": tm.AdaptiveStep(), "gradient": tm.ACA()},
         {"controller": tm.FixedStep(0.1), "gradient": tm.MALI(exact=True)},
         {"controller": tm.FixedStep(0.1), "gradient": tm.MALI(checkpoint_every=3)},
         {"controller": tm.FixedStep(0.1), "gradient": tm.MALI(memory="1MB")},
@@ -119,10 +139,11 @@ def test_times_that_are_learned_take_the_loop(n_direct):
     assert n_direct == [0] and t.grad is not None
 
 
-def test_a_refresh_is_made_by_the_loop_and_remembered(n_direct):
+@pytest.mark.parametrize("gradient", [tm.MALI(), tm.ACA()], ids=repr)
+def test_a_refresh_is_made_by_the_loop_and_remembered(gradient, n_direct):
     f = Net()
     f.rate = 30.0
-    how: Any = {"controller": tm.FixedStep(0.02)}
+    how: Any = {"controller": tm.FixedStep(0.02), "gradient": gradient}
     numbers, counts, _ = solved(f, start(), [0.0, 2.0], **how)
     assert counts["n_refreshes"] > 0
     assert_twice_the_same(f, start(), [0.0, 2.0], **how)
@@ -184,9 +205,10 @@ def test_random_numbers_that_were_not_there_before_are_noticed(n_direct):
     assert n_direct == [2]
 
 
-def test_a_function_that_changes_between_the_passes_is_noticed():
+@pytest.mark.parametrize("gradient", [tm.MALI(), tm.ACA()], ids=repr)
+def test_a_function_that_changes_between_the_passes_is_noticed(gradient):
     f = Net()
-    how: Any = {"controller": tm.FixedStep(0.1)}
+    how: Any = {"controller": tm.FixedStep(0.1), "gradient": gradient}
     for _ in range(2):
         y = tm.solve(f, start(), [0.0, 1.0], **how).y
     f.rate = 1.0

@@ -1,4 +1,4 @@
-"""Fixed steps of MALI taken directly: nothing is asked that the schedule of the steps tells in advance.
+"""Fixed steps of MALI and ACA taken directly: nothing is asked that the schedule of the steps tells in advance.
 
 Where y is wanted at the output times, and f is known from earlier solves to need no care, a solve in fixed steps of a
 leapfrog is a list of runs (loop/schedule.py). The forward pass takes one after the other, the backward pass takes them
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate as running_sums
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -30,11 +30,13 @@ from torchmali.loop.schedule import Schedule, schedule_of
 from torchmali.outputs.stored import StoredOutputs
 from torchmali.refresh import Refresher
 from torchmali.solution import Stats
+from torchmali.solvers.base import Record, StepBack
 from torchmali.solvers.cotangent import Cotangent
 from torchmali.solvers.leapfrog import Leapfrog
+from torchmali.state.base import State
 from torchmali.state.floats import Floats
 from torchmali.state.vectors import Tensors, first_non_finite
-from torchmali.tape import Start, Tape
+from torchmali.tape import Start, Step, Tape
 
 
 class NotDirectError(Exception):
@@ -61,6 +63,7 @@ class Moves(Abstract):
     """How the steps of a schedule are taken."""
 
     saved: Sequence[Tensor] = ()  # what they read beside the state, f's tensors and the fixed arguments
+    n_checkpoints: int = 0  # states that they kept
 
     def with_saved(self, saved: Sequence[Tensor]) -> Moves:
         """These moves for a backward pass, with `saved` as autograd kept it. (Until then they are without it.)"""
@@ -93,6 +96,46 @@ class EagerMoves(Moves):
         return a, state, start
 
 
+class KeptMoves(Moves):
+    """Steps taken by the solver, whose starts are kept: each is pulled back from there."""
+
+    def __init__(self, saved: Sequence[Tensor] = ()):
+        self.saved = saved  # (z, v) at the start of each step
+
+    def with_saved(self, saved: Sequence[Tensor]) -> Moves:
+        return KeptMoves(saved)
+
+    def forward(self, problem: Problem, schedule: Schedule) -> tuple[StoredOutputs, Floats]:
+        kept: list[Tensor] = []
+
+        def keep(i: int, make_start: Callable[[], State]) -> None:
+            start = make_start()
+            kept.extend((*start.point, *start.slope))
+
+        found = _run(problem, schedule, keep)
+        self.saved, self.n_checkpoints = kept, schedule.n_steps
+        return found
+
+    def backward(self, back: BackwardPath) -> tuple[Cotangent, Floats, Floats]:
+        f, solver, n, i = back.f, back.solver, len(back.z0), len(self.saved)
+        a, state, last = back.cotangent(), back.end.fork(), back.schedule.runs[-1].steps[-1]
+        for run in reversed(back.schedule.runs):
+            back.add_output(run.output, a.z)
+            for step in reversed(run.steps):
+                i -= 2 * n
+                # Detached: an f that calls y.requires_grad_() leaves its mark.
+                leaves = [x.detach() for x in self.saved[i : i + 2 * n]]
+                before = Floats(tuple(leaves[:n]), tuple(leaves[n:]))
+                # Looked at once, or another f would not be noticed.
+                how = StepBack(step.t0, step.t1, before, None, step is last, step.closes, False)
+                state: Any = solver.pullback(f, how, state, a)
+                if step is last:
+                    back.judge_kept(step, before, state, a)
+        back.add_output(0, a.z)
+        start: Any = solver.pull_start(f, back.times[0], Floats(back.z0), a)[0]
+        return a, start, start
+
+
 def solve_directly(
     method: ReplayGradient,
     problem: Problem,
@@ -118,11 +161,12 @@ def _solved(problem: Problem, schedule: Schedule, moves: Moves) -> tuple[Tensors
     if first_non_finite(state.point) is not None or source.look():
         raise NotDirectError
     _, n_steps, h_min, h_max = schedule
-    stats = Stats(n_steps=n_steps, n_evals_forward=field.n_evals, h_min=h_min, h_max=h_max)
+    counts = {"n_evals_forward": field.n_evals, "n_checkpoints": moves.n_checkpoints}
+    stats = Stats(n_steps=n_steps, h_min=h_min, h_max=h_max, **counts)
     return outputs.results(), state, stats
 
 
-def _run(problem: Problem, schedule: Schedule) -> tuple[StoredOutputs, Floats]:
+def _run(problem: Problem, schedule: Schedule, record: Record | None = None) -> tuple[StoredOutputs, Floats]:
     f, z0, times, _, solver, _, outputs, _ = problem
     assert isinstance(solver, Leapfrog) and isinstance(outputs, StoredOutputs)
     z0 = tuple([z.detach() for z in z0])
@@ -130,7 +174,7 @@ def _run(problem: Problem, schedule: Schedule) -> tuple[StoredOutputs, Floats]:
     outputs.record(0, times[0], z0)
     refresher = None
     for grid, steps, n_observed, refresh, output, _ in schedule.runs:
-        state, residuals = solver.run(f, grid, state, n_observed)
+        state, residuals = solver.run(f, grid, state, n_observed, record)
         if refresh.collects:
             refresher = refresher or Refresher(solver, False, range(len(z0)), schedule.n_steps)
         if refresher is not None:
@@ -211,6 +255,10 @@ class BackwardPath(NamedTuple):
 
     def run(self, method: ReplayGradient, moves: Moves, stats: Stats) -> tuple[Cotangent, bool]:
         """Return the cotangent at the start, and whether all of the schedule could be rebuilt; count and warn."""
+        if not method.inverts:
+            a = moves.backward(self)[0]
+            stats.count(n_evals_backward=self.f.n_evals, n_vjps=self.f.n_vjps, n_reruns=0)
+            return a, True
         a, drift, rebuilt, start = self._pull(moves)
         n_reruns = 0
         if drift is None:
@@ -249,6 +297,13 @@ class BackwardPath(NamedTuple):
                 part = None if g is None else g[k]
                 if part is not None:
                     z.add_(part)
+
+    def judge_kept(self, step: Step, before: Floats, reached: Floats, a: Cotangent) -> None:
+        """Raise if f is another one: `before`, where the last step begins, is not what that step was pulled back to."""
+        outputs: Any = OutputCotangents(StoredOutputs(len(self.times)), self.times, self.grads)  # pyright: ignore
+        passed = BackwardPass(self.f, self.solver, self.z0, outputs, compares=False, reruns=False)
+        pulled = PulledSegment(step._replace(before=0), [step._replace(before=0)], before, reached, before, self.end)
+        passed.judged(pulled, a, None)
 
     def _judged(
         self, method: ReplayGradient, a: Cotangent, rebuilt: Floats, start: Floats

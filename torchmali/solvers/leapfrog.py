@@ -405,12 +405,13 @@ class Leapfrog(AugmentedSolver, RunningSolver, InterpolatingSolver):
                 if f.graphs:
                     recorded = f.record(t0 + node * h, state.point)
                     state, u, (g, _) = _at_kept(state, recorded), recorded.u, recorded.pull(a.v)
-                    del recorded  # or it would still be there at the next evaluation
+                    del recorded
                 else:
                     u, g, _ = f.linearize(t0 + node * h, state.point, a.v)
                 accumulate(sums, g, 2 * eta)
                 scale_(a.v, 1 - 2 * eta)
                 state, e = state.unreflect(u, eta), 0.0
+                del u, g  # or they would still be there at the next evaluation
             e = first * h
         add_(a.v, a.z, e)
         return state.drift(-e)
@@ -449,6 +450,8 @@ class Leapfrog(AugmentedSolver, RunningSolver, InterpolatingSolver):
     def _pull_from_start(self, f: Field, step: StepBack, before: State, state: State, a: Cotangent) -> State:
         """The step is made once more from its kept start: nothing is inverted that f may have contracted."""
         t0, h, (first, rest, _) = step.t0, step.t1 - step.t0, self.scheme
+        if len(rest) == 1 and step.inside is None and not (step.compares or f.wants_t or f.graphs):
+            return self._pull_one_reflect(f, step, before, a)
         # Out of place: a graph needs the z that it was recorded at.
         now, passed = Traced(before.point, before.slope).drift(first * h), []
         for node, c in rest:
@@ -459,6 +462,16 @@ class Leapfrog(AugmentedSolver, RunningSolver, InterpolatingSolver):
             del recorded
         self._pull_passed(f, step, passed, now.slope, before.point, a)
         return shifted_start(before, state, now) if step.compares else before
+
+    def _pull_one_reflect(self, f: Field, step: StepBack, before: State, a: Cotangent) -> State:
+        """`_pull_from_start` of a step with one evaluation, where nothing but its VJP is wanted."""
+        h, (first, ((node, c),), _) = step.t1 - step.t0, self.scheme
+        add_(a.v, a.z, c * h)
+        point = added(before.point, before.slope, first * h)
+        accumulate(a.sums, f.linearize(step.t0 + node * h, point, a.v)[1], 2 * self.eta)
+        scale_(a.v, 1 - 2 * self.eta)
+        add_(a.v, a.z, first * h)
+        return before
 
     def _pull_passed(
         self, f: Field, step: StepBack, passed: list[Passed], slope: Tensors, z: Tensors, a: Cotangent

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
+from torchmali._torch import foreach_lerp
 from torchmali.state.base import State
-from torchmali.state.vectors import Tensors, Time, added, combine, lerp
+from torchmali.state.vectors import Tensors, Time, combine
 
 
 class Traced(State):
@@ -27,9 +26,7 @@ class Traced(State):
         return self
 
     def drift(self, e: Time) -> Traced:
-        if isinstance(e, Tensor):
-            return Traced(combine(self.point, (e,), (self.slope,)), self.slope)
-        return Traced(added(self.point, self.slope, e), self.slope)
+        return Traced(combine(self.point, (e,), (self.slope,)), self.slope)
 
     def reflect(self, u: Tensors, eta: float) -> Traced:
-        return Traced(self.point, lerp(self.slope, u, 2 * eta))
+        return Traced(self.point, tuple(foreach_lerp(self.slope, u, 2 * eta)))

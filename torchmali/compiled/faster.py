@@ -11,6 +11,10 @@ SMALL = 0.625  # up to here tanh is a polynomial, beyond 1 - 2 / (exp(2 x) + 1),
 # (tanh(x) / x - 1) / x^2, of Cephes' tanhf.
 POLYNOMIAL = (-5.70498872745e-3, 2.06390887954e-2, -5.37397155531e-2, 1.33314422036e-1, -3.33332819422e-1)
 NARROW = 8  # columns
+FEW, MANY = (
+    4,
+    1024,
+)  # rows of a product's left side, and columns: of more the sum would be less accurate than a library's
 
 
 def tanh(x: Tensor) -> Any:
@@ -24,11 +28,20 @@ def tanh(x: Tensor) -> Any:
     return torch.where(size < SMALL, total * square * x + x, torch.where(x < 0, -large, large))
 
 
-def narrow_product(x: Tensor, y: Tensor) -> Any:
-    """x y for a y of few columns in row-major order: libraries take twice as long for it as for its transpose."""
-    if x.is_complex() or not (y.shape[1] <= NARROW and x.shape[0] >= 4 * y.shape[1] and y.stride(1) == 1):
+def product(x: Tensor, y: Tensor) -> Any:
+    """x y where libraries are slow: for a y of few columns in row-major order, and for an x of few rows.
+
+    They take twice as long for the first as for its transpose. The second, the gradient of a narrow layer's weight, is
+    a sum over the rows of y, which is made together with what is added to it.
+    """
+    (m, n), k = x.shape, y.shape[1]
+    if x.is_complex() or y.stride(1) != 1:
         return NotImplemented
-    return torch.mm(y.t(), x.t()).t()
+    if k <= NARROW and m >= 4 * k:
+        return torch.mm(y.t(), x.t()).t()
+    if m <= FEW and 4 * m <= n <= MANY:
+        return (x.t().unsqueeze(2) * y.unsqueeze(1)).sum(0)
+    return NotImplemented
 
 
-FASTER = {torch.ops.aten.tanh.default: tanh, torch.ops.aten.mm.default: narrow_product}
+FASTER = {torch.ops.aten.tanh.default: tanh, torch.ops.aten.mm.default: product}

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import torchmali as tm
 from tests.compiled_fields import MAKERS, REFUSED, Case, of, start
 from torchmali.compiled import loops, solve, traits
-from torchmali.compiled.faster import tanh
+from torchmali.compiled.faster import product, tanh
 from torchmali.engine import FixedStepState, SolveStart
 
 HOW: dict[str, Any] = {"controller": tm.FixedStep(0.1)}
@@ -566,3 +566,15 @@ def test_machine_code_in_single_precision_and_with_every_solver():
         for solver in (tm.ALF(), tm.ALF(order=4, evals=5)):
             single = Case(f, y0, params=tuple(f.parameters()))
             assert_as_eager(single, [0.0, 1.0], solver=solver, controller=controller)
+
+
+@pytest.mark.parametrize("shapes", [((64, 16), (16, 3)), ((3, 64), (64, 16)), ((1, 1024), (1024, 5))])
+def test_products_that_libraries_are_slow_at_are_those_of_the_library(shapes):
+    x, y = (torch.randn(shape, dtype=torch.float64) for shape in shapes)
+    assert (product(x, y) - x @ y).norm() <= 1e-14 * (x @ y).norm()
+    assert (product(x.t().contiguous().t(), y) - x @ y).norm() <= 1e-14 * (x @ y).norm()
+
+
+@pytest.mark.parametrize("shapes", [((64, 64), (64, 64)), ((3, 2048), (2048, 16)), ((3, 8), (8, 16))])
+def test_other_products_are_left_to_the_library(shapes):
+    assert product(*map(torch.randn, shapes)) is NotImplemented

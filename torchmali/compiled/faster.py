@@ -14,6 +14,10 @@ POLYNOMIAL = (-5.70498872745e-3, 2.06390887954e-2, -5.37397155531e-2, 1.33314422
 NUMERATOR = (-9.64399179425052238628e-1, -9.92877231001918586564e1, -1.61468768441708447952e3)
 DENOMINATOR = (1.0, 1.12811678491632931402e2, 2.23548839060100448583e3, 4.84406305325125486048e3)
 NARROW = 8  # columns
+FEW, MANY = (
+    4,
+    1024,
+)  # rows of a product's left side, and columns: of more the sum would be less accurate than a library's
 
 
 def tanh(x: Tensor) -> Any:
@@ -36,11 +40,20 @@ def _polynomial(coefficients: Sequence[float], x: Tensor) -> Tensor:
     return total
 
 
-def narrow_product(x: Tensor, y: Tensor) -> Any:
-    """x y for a y of few columns in row-major order: libraries take twice as long for it as for its transpose."""
-    if x.is_complex() or not (y.shape[1] <= NARROW and x.shape[0] >= 4 * y.shape[1] and y.stride(1) == 1):
+def product(x: Tensor, y: Tensor) -> Any:
+    """x y where libraries are slow: for a y of few columns in row-major order, and for an x of few rows.
+
+    They take twice as long for the first as for its transpose. The second, the gradient of a narrow layer's weight, is
+    a sum over the rows of y, which is made together with what is added to it.
+    """
+    (m, n), k = x.shape, y.shape[1]
+    if x.is_complex() or y.stride(1) != 1:
         return NotImplemented
-    return torch.mm(y.t(), x.t()).t()
+    if k <= NARROW and m >= 4 * k:
+        return torch.mm(y.t(), x.t()).t()
+    if m <= FEW and 4 * m <= n <= MANY:
+        return (x.t().unsqueeze(2) * y.unsqueeze(1)).sum(0)
+    return NotImplemented
 
 
-FASTER = {torch.ops.aten.tanh.default: tanh, torch.ops.aten.mm.default: narrow_product}
+FASTER = {torch.ops.aten.tanh.default: tanh, torch.ops.aten.mm.default: product}

@@ -599,7 +599,7 @@ def test_warnings_of_a_method_are_notes_on_its_row():
         (tm.InvalidStateError, lambda: audit(decay, Y0.half(), (0.0, 1.0))),
         (tm.InvalidStateError, lambda: audit(decay, [1.0], (0.0, 1.0))),
         (tm.InvalidTimesError, lambda: audit(decay, Y0, (0.0, 0.0))),
-        (tm.InvalidFieldError, lambda: audit(lambda t, y: y[:2], Y0, (0.0, 1.0))),
+        (tm.SlopeMismatchError, lambda: audit(lambda t, y: y[:2], Y0, (0.0, 1.0))),
         (tm.InvalidOptionError, lambda: audit(lambda t, y, a: -y, Y0, (0.0, 1.0), args=[1.0])),  # type: ignore[arg-type]
         (tm.InvalidOptionError, lambda: audit(decay, Y0, (0.0, 1.0), params=Y0)),
         (tm.InvalidOptionError, lambda: audit(decay, Y0, (0.0, 1.0), rtol=-1.0)),

@@ -73,7 +73,10 @@ def test_perturb_shows_f_no_grid_point_and_gives_torchdiffeqs_numbers(method: st
 @pytest.mark.parametrize("options", [{}, {"first_step": 0.01}, {"max_step": 0.1}, {"step_t": [0.33], "jump_t": [0.7]}])
 def test_adaptive_methods_agree_with_torchdiffeqs(method: str, options: Any):
     options = {k: torch.tensor(v, dtype=torch.float64) if isinstance(v, list) else v for k, v in options.items()}
-    a, b = both(forced(Simple()), method=method, options=options, rtol=1e-6, atol=1e-8)
+    tolerances: dict[str, Any] = (
+        {"rtol": 1e-4, "atol": 1e-6} if method == "adaptive_heun" else {"rtol": 1e-6, "atol": 1e-8}
+    )
+    a, b = both(forced(Simple()), method=method, options=options, **tolerances)
     assert (a - b).abs().max() < 2e-4  # torchdiffeq's bosh3 and dopri8 interpolate with such errors
 
 

@@ -338,8 +338,7 @@ def network(config: ImagesConfig, n_classes: int) -> Network:
             if isinstance(part, nn.BatchNorm2d):
                 part.momentum = config.momentum_in_f
     if config.channels_last:
-        memory_format: Any = torch.channels_last
-        found.to(memory_format=memory_format)
+        found.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
     if config.norm == "sync":
         nn.SyncBatchNorm.convert_sync_batchnorm(found)  # in place
     return found

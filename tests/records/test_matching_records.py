@@ -60,5 +60,5 @@ def test_exact_mode_rebuilds_every_image_in_both_processes_and_floats_do_not(inv
     for name in COUPLINGS:
         cell = inversion.results["cells"][f"{name} / {n}"]
         assert cell["equal_to_the_bit"] < inversion.config["n_images"]
-        small = cell["error"] < 1e-4
+        small = cell["error"] < 1e-3
         assert small == (name not in ("Euler", "midpoint", "BDIA, gamma 0.5")), name

@@ -244,6 +244,7 @@ def _round_trips(record: Record, path: str) -> Table:
         texts = [
             str(cell["evaluations"]),
             f"{cell['equal_to_the_bit']:,} of {cell.get('images', record.config['n_images']):,}",
+            f"{cell['equal_pixels']:,}",
             f"{cell['error']:.1e}",
             "-" if alone is None else f"{alone:.1e}",
             f"{cell['kept_bytes'] / record.results['image_bytes']:.2f}",
@@ -251,7 +252,7 @@ def _round_trips(record: Record, path: str) -> Table:
         ]  # fmt: skip
         rows.append([name.split(" / ")[0], *(Cell(text, path) for text in texts)])
     columns = (
-        "method", "evaluations", "equal to the bit", "error (rms)", "from the noise alone", "bytes kept / image",
+        "method", "evaluations", "equal to the bit", "in 8-bit pixels", "error (rms)", "from the noise alone", "bytes kept / image",
         "mean", "deviation", "excess kurtosis", "neighbours",
     )  # fmt: skip
     notes = (
@@ -294,8 +295,18 @@ def _inversion_claims(record: Record, path: str) -> list[Claim]:
     numbers = f"{exact['equal_to_the_bit']:,} of {exact['images']:,} equal; {there:,} in a second process. Others at "
     numbers += f"{n} evaluations: "
     numbers += ", ".join(f"{name} {cells[f'{name} / {n}']['equal_to_the_bit']:,}" for name in COUPLINGS)
-    numbers += f" of {record.config['n_images']:,}."
+    pixels = [name for name in COUPLINGS if cells[f"{name} / {n}"]["equal_pixels"] == record.config["n_images"]]
+    numbers += f" of {record.config['n_images']:,}. In 8-bit pixels all are equal with {', '.join(pixels)}, which keep "
+    numbers += f"2 times the bytes of an image, the code {exact['kept_bytes'] / record.results['image_bytes']:.1f}."
     holds = [exact["equal_to_the_bit"] == exact["images"], there == exact["images"]]
     text = "Exact mode rebuilds images from noise and code bit for bit; couplings in floats do not"
     floats = [cells[f"{name} / {n}"]["equal_to_the_bit"] < record.config["n_images"] for name in COUPLINGS]
-    return [Claim("ours", text, verdict([*holds, *floats]), numbers, [path])]
+    claims = [Claim("ours", text, verdict([*holds, *floats]), numbers, [path])]
+    edited = record.results["edited"]
+    numbers = "Distance to the image, and of another edited image to it: "
+    numbers += (
+        ", ".join(f"{name} {x['distance']:.2f}, {x['distance_of_others']:.2f}" for name, x in edited.items()) + "."
+    )
+    kept = [x["distance"] < 0.8 * x["distance_of_others"] for x in edited.values()]
+    text = "A picture that is decoded with another label keeps what it can of its own"
+    return [*claims, Claim("ours", text, verdict(kept), numbers, [path])]

@@ -42,7 +42,7 @@ def test_malis_memory_grows_by_the_states_of_refreshes_alone(steering):
         assert cell["peak"] <= first["peak"] + 3 * state * (1 + cell["refreshes"])
     naive = [cell["peak"] for cell in cells(steering, "naive")]
     steps = steering.config["steps"]
-    assert naive[-1] / naive[0] > 0.9 * steps[-1] / steps[0]
+    assert naive[-1] / naive[0] > 0.9 * (steps[-1] + 1) / (steps[0] + 1)  # evaluations
 
 
 def test_exact_methods_have_autograds_gradients_and_truncated_ones_do_not(steering):

@@ -252,8 +252,8 @@ def _round_trips(record: Record, path: str) -> Table:
         ]  # fmt: skip
         rows.append([name.split(" / ")[0], *(Cell(text, path) for text in texts)])
     columns = (
-        "method", "evaluations", "equal to the bit", "in 8-bit pixels", "error (rms)", "from the noise alone", "bytes kept / image",
-        "mean", "deviation", "excess kurtosis", "neighbours",
+        "method", "evaluations", "equal to the bit", "in 8-bit pixels", "error (rms)", "from the noise alone",
+        "bytes kept / image", "mean", "deviation", "excess kurtosis", "neighbours",
     )  # fmt: skip
     notes = (
         "Image, noise, image, in float32, images in [-1, 1]. Error: back from all that is kept. From the noise alone: "

@@ -42,7 +42,7 @@ def test_malis_memory_grows_by_the_states_of_refreshes_alone(steering):
         assert cell["peak"] <= first["peak"] + 3 * state * (1 + cell["refreshes"])
     naive = [cell["peak"] for cell in cells(steering, "naive")]
     steps = steering.config["steps"]
-    assert naive[-1] / naive[0] > 0.9 * steps[-1] / steps[0]
+    assert naive[-1] / naive[0] > 0.9 * (steps[-1] + 1) / (steps[0] + 1)  # evaluations
 
 
 def test_exact_methods_have_autograds_gradients_and_truncated_ones_do_not(steering):
@@ -60,5 +60,5 @@ def test_exact_mode_rebuilds_every_image_in_both_processes_and_floats_do_not(inv
     for name in COUPLINGS:
         cell = inversion.results["cells"][f"{name} / {n}"]
         assert cell["equal_to_the_bit"] < inversion.config["n_images"]
-        small = cell["error"] < 1e-4
+        small = cell["error"] < 1e-3
         assert small == (name not in ("Euler", "midpoint", "BDIA, gamma 0.5")), name

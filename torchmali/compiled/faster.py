@@ -14,10 +14,8 @@ POLYNOMIAL = (-5.70498872745e-3, 2.06390887954e-2, -5.37397155531e-2, 1.33314422
 NUMERATOR = (-9.64399179425052238628e-1, -9.92877231001918586564e1, -1.61468768441708447952e3)
 DENOMINATOR = (1.0, 1.12811678491632931402e2, 2.23548839060100448583e3, 4.84406305325125486048e3)
 NARROW = 8  # columns
-FEW, MANY = (
-    4,
-    1024,
-)  # rows of a product's left side, and columns: of more the sum would be less accurate than a library's
+FEW = 4  # rows of a product's left side,
+MANY = 1024  # and its columns: over more of them a sum would be less accurate than a library's
 
 
 def tanh(x: Tensor) -> Any:

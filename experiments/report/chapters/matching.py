@@ -14,7 +14,7 @@ from experiments.matching.inversion import EDITED, EXACT
 from experiments.matching.inversion import METHODS as COUPLINGS
 from experiments.matching.steering import METHODS, SHOWN, TASKS
 from experiments.report.chapters.flows import beside, sheet
-from experiments.report.claims import Claim, verdict
+from experiments.report.claims import Finding, check
 from experiments.report.figures import Picture
 from experiments.report.runs import Found, Shown
 from experiments.report.style import COLORS, REFERENCE, log_scale, plain_axes
@@ -39,7 +39,7 @@ def show(found: list[Found]) -> Shown:
     views = {"matching": _matching, "steering": _steering, "inversion": _inversion}
     tables: list[Table] = []
     pictures: list[Picture] = []
-    claims: list[Claim] = []
+    claims: list[Finding] = []
     for one in found:
         shown = views[one.record.experiment](one)
         tables, pictures, claims = tables + shown[0], pictures + shown[1], claims + shown[2]
@@ -180,7 +180,7 @@ def _steered(record: Record) -> Figure:
     return figure
 
 
-def _steering_claims(record: Record, path: str) -> list[Claim]:
+def _steering_claims(record: Record, path: str) -> list[Finding]:
     steps = record.config["steps"]
     peaks = {name: [_cell(record, name, n)["peak"] for n in steps] for name in METHODS}
     growth = {name: values[-1] / values[0] for name, values in peaks.items()}
@@ -194,30 +194,30 @@ def _steering_claims(record: Record, path: str) -> list[Claim]:
     rest = (peaks["MALI"][-1] - n_refreshed * state) / peaks["MALI"][0]
     numbers += f" MALI without the states of {n_refreshed} refreshes: {short(rest, 3)}."
     text = "The memory of MALI's gradient through a sampler is flat, but for one state at each refresh of v"
-    claims = [Claim("ours", text, verdict([rest <= 1.05]), numbers, [path])]
+    claims: list[Finding] = [check("a sampler", text, [rest <= 1.05], numbers, [path])]
     numbers = f"Largest relative error up to N = {steps[-1]}: "
     numbers += ", ".join(f"{name} {errors[name]:.1e}" for name in EXACT_METHODS) + ". Exact mode, stored states: "
     numbers += ", ".join(f"{name} {'equal' if cell['equal'] else 'not equal'}" for name, cell in stored.items()) + "."
     holds = [errors[name] <= 1e-4 for name in ("MALI", "MALI exact", "MALI order 4")]
     holds += [cell["equal"] for cell in stored.values()]
     text = "Gradients are those of autograd to 1e-4 in float32, and of stored states bit for bit in exact mode"
-    claims.append(Claim("ours", text, verdict(holds), numbers, [path]))
+    claims.append(check("a sampler", text, holds, numbers, [path]))
     numbers = f"Cosine at N = {steps[-1]}: " + ", ".join(f"{name} {x:.3f}" for name, x in cosines.items()) + ". "
     losses = {name: record.results["steered"][f"inpainting / {name}"]["loss"] for name in TASKS["inpainting"]}
     numbers += "Inpainting, last loss: " + ", ".join(f"{name} {x:.1f}" for name, x in losses.items()) + "."
     worse = [losses[name] > 1.1 * losses["MALI"] for name in ("last 5", "last 1")]
-    claims.append(Claim("ours", "Truncated gradients steer worse", verdict(worse), numbers, [path]))
+    claims.append(check("a sampler", "Truncated gradients steer worse", worse, numbers, [path]))
     norms = [_cell(record, "naive", n)["norm"] for n in steps]
     numbers = "Norms of dL/dz0: " + ", ".join(f"{x:.1f} (N = {n})" for n, x in zip(steps, norms, strict=True)) + "."
     text = "The chained Jacobians of this sampler do not explode with the number of steps"
-    claims.append(Claim("ours", text, verdict([max(norms) < 2 * norms[0]]), numbers, [path]))
+    claims.append(check("a sampler", text, [max(norms) < 2 * norms[0]], numbers, [path]))
     ratio = peaks["checkpoint"][-1] / peaks["MALI"][-1]
     slow = record.results["times"]["MALI"][1] / record.results["times"]["checkpoint"][1]
     numbers = (
         f"Memory of checkpoints over MALI's at N = {steps[-1]}: {ratio:.2f}. Time of MALI over theirs: {slow:.2f}."
     )
     text = "MALI takes less memory than checkpoints every sqrt(N) steps, and no more time"
-    claims.append(Claim("ours", text, verdict([ratio > 1, slow <= 1.05]), numbers, [path]))
+    claims.append(check("a sampler", text, [ratio > 1, slow <= 1.05], numbers, [path]))
     return claims
 
 
@@ -288,7 +288,7 @@ def _edited(record: Record) -> Figure:
     return figure
 
 
-def _inversion_claims(record: Record, path: str) -> list[Claim]:
+def _inversion_claims(record: Record, path: str) -> list[Finding]:
     cells, n = record.results["cells"], min(record.config["evaluations"])
     exact = cells[f"exact, int64 / {n}"]
     there = exact["equal_in_a_second_process"]
@@ -301,7 +301,7 @@ def _inversion_claims(record: Record, path: str) -> list[Claim]:
     holds = [exact["equal_to_the_bit"] == exact["images"], there == exact["images"]]
     text = "Exact mode rebuilds images from noise and code bit for bit; couplings in floats do not"
     floats = [cells[f"{name} / {n}"]["equal_to_the_bit"] < record.config["n_images"] for name in COUPLINGS]
-    claims = [Claim("ours", text, verdict([*holds, *floats]), numbers, [path])]
+    claims: list[Finding] = [check("a sampler", text, [*holds, *floats], numbers, [path])]
     edited = record.results["edited"]
     numbers = "Distance to the image, and of another edited image to it: "
     numbers += (
@@ -309,4 +309,4 @@ def _inversion_claims(record: Record, path: str) -> list[Claim]:
     )
     kept = [x["distance"] < 0.8 * x["distance_of_others"] for x in edited.values()]
     text = "A picture that is decoded with another label keeps what it can of its own"
-    return [*claims, Claim("ours", text, verdict(kept), numbers, [path])]
+    return [*claims, check("a sampler", text, kept, numbers, [path])]

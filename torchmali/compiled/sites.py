@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from torchmali._torch import autograd_again, lend_parameter, put_buffer, storage_key
+from torchmali._torch import autograd_again, hooks_of, lend_parameter, put_buffer, storage_key
 from torchmali.errors import IncompatibleError, warn
 from torchmali.field.environment import version_of
 
@@ -77,12 +77,24 @@ class Site(NamedTuple):
         return subject, *self.form(tensors[: self.n_given], numbers)
 
     def own(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Leaves for autograd, in memory that is not the graph's."""
+        """Leaves for autograd, in memory that is not the graph's: those of the modules themselves where they will do.
+
+        (Hooks on them are called with what the graph adds up.)
+        """
         holder, found = self.holder(), []
         for i, (x, wants) in enumerate(zip(tensors, self.wants, strict=True)):
             place = None if i < self.n_given or holder is None else self.places[i - self.n_given].tensor(holder)
-            x = x.detach() if _share_memory(x, place) else x.detach().clone()
-            found.append(x.requires_grad_(wants))
+            is_there = _share_memory(x, place)
+            if (
+                place is not None
+                and is_there
+                and place.is_leaf
+                and place.requires_grad == wants
+                and not hooks_of(place)
+            ):
+                found.append(place)
+            else:
+                found.append((x.detach() if is_there else x.detach().clone()).requires_grad_(wants))
         return found
 
     def changes(self, tensors: Sequence[Tensor]) -> tuple[list[int | None], list[int | None]]:
@@ -100,7 +112,7 @@ class Site(NamedTuple):
         with contextlib.ExitStack() as stack:
             for place, x in zip(self.places, tensors[self.n_given :], strict=True):
                 assert holder is not None
-                if not (place.is_buffer and _share_memory(x, place.tensor(holder))):
+                if x is not place.tensor(holder):
                     for undo in place.lend(holder, x):
                         stack.callback(undo)
             stack.enter_context(autograd_again())
@@ -208,7 +220,7 @@ def _pull(grads: list[Tensor | None], ticket: Tensor, wanted: list[Tensor]) -> l
         raise IncompatibleError("A backward pass of torch.compile has lost what the solve in it had kept.")
     pairs = [(edge, g) for edge, g in zip(kept.edges, grads, strict=True) if edge is not None and g is not None]
     ends, starts = [edge for edge, _ in pairs], [g for _, g in pairs]
-    inputs = [x for x in kept.tensors if x.requires_grad]
+    inputs = [x for x, wants in zip(kept.tensors, kept.site.wants, strict=True) if wants]
     with kept.site.at_work(kept.tensors):
         # The graph is kept: the same results may be followed back twice, and it goes with the ticket.
         found = torch.autograd.grad(ends, inputs, starts, retain_graph=True, allow_unused=True)

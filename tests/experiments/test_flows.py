@@ -285,4 +285,4 @@ def test_other_smoke_presets_run_and_are_shown(name, tmp_path, monkeypatch):
             for m in ("mali", "aca", "naive")
             for x in (1e-2, 1e-3)
         )
-        assert claims[0].verdict == "holds"
+        assert claims[0].verdict in ("holds", "holds in part") and "MALI 1.00" in claims[0].numbers

@@ -88,7 +88,10 @@ def test_the_page_of_compiled_solves_has_the_numbers_of_its_record():
         ratio, seconds = one["time_ratios"]["compiled"], one["compile_seconds"]["cpu"]
         median, quartiles = f"{ratio['median']:.3f}", f"({ratio['lower']:.3f} - {ratio['upper']:.3f})"
         eager, costs = f"{one['time_ratios']['eager']['median']:.3f}", f"{seconds['cold']:.0f} / {seconds['warm']:.0f}"
-        row = rf"^\| {workload}: .* \| {re.escape(f'{median} {quartiles}')} \| .* \| {eager} \| {costs} \|$"
+        products = f"{one['time_ratios']['products']['median']:.3f}"
+        row = (
+            rf"^\| {workload}: .* \| {re.escape(f'{median} {quartiles}')} \| .* \| {products} \| {eager} \| {costs} \|$"
+        )
         assert re.search(row, page, re.M), workload
 
 

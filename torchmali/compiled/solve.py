@@ -65,11 +65,8 @@ def solve_compiled(method: ReplayGradient, problem: Problem) -> Solved:
 
 def _is_judged_plainly(controller: AdaptiveStep) -> bool:
     """Whether its error over the tolerance is that of `AdaptiveStep`: subclasses may have another one."""
-    kind = type(controller)
-    return (kind.begin, kind.tolerances) == (
-        AdaptiveStep.begin,
-        AdaptiveStep.tolerances,
-    ) and controller.norm is rms_norm
+    own, plain = type(controller), AdaptiveStep
+    return own.begin is plain.begin and own.tolerances is plain.tolerances and controller.norm is rms_norm
 
 
 def _compiled_solver(problem: Problem, loops: Loops, outside: Outside, first_value: Tensors) -> CompiledLeapfrog:

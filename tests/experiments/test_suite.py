@@ -148,13 +148,19 @@ def record_of(**seconds: list[float]) -> dict[str, Any]:
 
 
 def test_ratios_are_taken_within_a_round():
-    record = record_of(MALI=[1.0, 2.0, 4.0], torchdiffeq_naive=[1.0, 4.0, 8.0], torchdiffeq_adjoint=[2.0, 1.0, 1.0])
+    record = record_of(
+        MALI=[1.0, 2.0, 4.0],
+        MALI_compiled=[0.9, 3.6, 7.2],
+        torchdiffeq_naive=[1.0, 4.0, 8.0],
+        torchdiffeq_adjoint=[2.0, 1.0, 1.0],
+    )
     found = limits.time_ratio_to(record, "MALI", "torchdiffeq naive", 1e-5)
     assert found is not None and found.median == pytest.approx(0.5)
     verdicts = {one.text: one.word for one in limits.precision(record)}
     assert verdicts == {
         "W1, gradient error 1e-05: time of MALI / torchdiffeq's naive Dopri5": "pass",
         "W1, gradient error 1e-05: the same without interpolation": "pass",
+        "W1, gradient error 1e-05: time of compiled MALI / torchdiffeq's naive Dopri5": "FAIL",
         "W1, gradient error 1e-05: time of MALI / torchdiffeq's adjoint": "FAIL",
         "W1, gradient error 1e-05: peak memory of MALI / torchdiffeq's adjoint": "pass",
     }
@@ -162,7 +168,24 @@ def test_ratios_are_taken_within_a_round():
 
 def test_what_is_not_in_a_record_is_not_called_a_pass():
     verdicts = list(limits.precision(record_of(MALI=[1.0, 1.0])))
-    assert [one.word for one in verdicts] == ["not measured"] * 4
+    assert [one.word for one in verdicts] == ["not measured"] * 5
+
+
+def test_what_is_compiled_is_held_to_diffrax():
+    rows = [
+        {"method": method, "steps": 50, "forward": 51, "cpu": cpu}
+        for method, cpu in (("MALI compiled", [1.0, 2.0]), ("diffrax", [2.0, 4.0]), ("diffrax backsolve", [0.9, 1.8]))
+    ]
+    words = {
+        name: {
+            one.text.split(" / ")[1]: one.word
+            for one in limits.fixed({"problem": name, "results": {"rows": rows, "growth": []}})
+        }
+        for name in ("W1", "W4", "W3")
+    }
+    assert words["W1"] == {"eager limit": "not measured", "diffrax": "pass"}
+    assert words["W4"] == {"eager limit": "not measured", "diffrax": "pass", "diffrax backsolve": "FAIL"}
+    assert words["W3"] == {"eager limit": "not measured"}
 
 
 def test_an_exponent_is_the_slope_of_the_logarithms():

@@ -80,7 +80,7 @@ def draw(result: Result) -> Figure:
     axes = figure.subplots(len(result.truth), len(rows), squeeze=False)
     for column, (title, images) in enumerate(rows.items()):
         for row, image in enumerate(images):
-            axes[row][column].imshow(image[0], cmap="gray", vmin=-1, vmax=1, interpolation="nearest")
+            axes[row][column].imshow(image[0].numpy(), cmap="gray", vmin=-1, vmax=1, interpolation="nearest")
             axes[row][column].set_axis_off()
         axes[0][column].set_title(title, fontsize=10)
     return figure

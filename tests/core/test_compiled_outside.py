@@ -498,3 +498,28 @@ def test_the_compiler_is_not_imported_before_it_is_needed():
     """It takes longer than all the rest of torch."""
     code = "import sys, torchmali; sys.exit('torch._dynamo' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+class Decay(nn.Module):
+    def forward(self, t: Tensor, y: Tensor) -> Tensor:
+        return -y
+
+
+class Doubled(nn.Module):
+    """Twice the end of a solve by `odeint`."""
+
+    def __init__(self):
+        super().__init__()
+        self.f = Decay()
+
+    def forward(self, y: Tensor) -> Tensor:
+        return 2 * tm.odeint(self.f, y, [0.0, 1.0], method="rk4", options={"step_size": 0.25})[-1]
+
+
+def test_a_state_of_low_precision_is_a_break_between_two_graphs():
+    model, y0 = Doubled(), torch.ones(3, dtype=torch.bfloat16)
+    found = torch.compile(model, backend="eager")(y0)
+    assert found.dtype == torch.bfloat16 and torch.equal(found, model(y0))
+    torch._dynamo.reset()
+    with pytest.raises(Unsupported, match="low precision"):
+        torch.compile(model, backend="eager", fullgraph=True)(y0)
